@@ -1,0 +1,95 @@
+"""Canonical CBOR, and the only way in for bytes from a peer.
+
+The subset is RFC 8949 with deterministic encoding: integers below 2^63 in magnitude, bytes, text, booleans,
+null, lists, and maps with text keys. Floats, tags, dates, duplicate keys, trailing bytes and non-minimal
+lengths are refused, since cbor2 by itself accepts them (and turns bignum tags into integers).
+"""
+
+from typing import Any, TypeVar
+
+import cbor2
+import msgspec
+
+from protocol.errors import MalformedRecord
+
+RECORD_SIZE_MAX = 64 * 1024
+"""Largest record body or envelope accepted from a peer, in bytes."""
+DEPTH_MAX = 16
+NODES_MAX = 20_000
+"""Largest number of values in one record; bounds the work of a walk."""
+INT_BOUND = 2**63
+
+T = TypeVar("T")
+
+
+def encode(value: Any) -> bytes:  # noqa: ANN401 - any tree of the subset
+    """Return the canonical bytes of `value`, a msgspec struct or a tree of the subset.
+
+    Raises ValueError when the value is outside the subset: our own bug, never a peer's.
+    """
+    tree = msgspec.to_builtins(value, builtin_types=(bytes,))
+    problem = _problem(tree)
+    if problem:
+        raise ValueError(problem)
+    return cbor2.dumps(tree, canonical=True)
+
+
+def decode_tree_untrusted(data: bytes, size_max: int = RECORD_SIZE_MAX) -> Any:  # noqa: ANN401
+    """Return the tree that `data` encodes; raise `MalformedRecord` for anything but its canonical form."""
+    if len(data) > size_max:
+        raise MalformedRecord(f"{len(data)} bytes is more than the {size_max} allowed")
+    try:
+        tree = cbor2.loads(data)
+    except (AssertionError, MemoryError):
+        raise
+    except Exception as error:
+        raise MalformedRecord(f"not CBOR: {type(error).__name__}") from None
+    problem = _problem(tree)
+    if problem:
+        raise MalformedRecord(problem)
+    if cbor2.dumps(tree, canonical=True) != data:
+        raise MalformedRecord("not in canonical form")
+    return tree
+
+
+def decode_untrusted(data: bytes, record_type: type[T], size_max: int = RECORD_SIZE_MAX) -> T:
+    """Return the `record_type` that `data` encodes; raise `MalformedRecord` when it is none.
+
+    Whether unknown keys pass is the record type's own choice (`forbid_unknown_fields`).
+    """
+    return convert_untrusted(decode_tree_untrusted(data, size_max), record_type)
+
+
+def convert_untrusted(tree: Any, record_type: type[T]) -> T:  # noqa: ANN401
+    """Return `tree` as a `record_type`; raise `MalformedRecord` when a field or a range does not fit."""
+    try:
+        return msgspec.convert(tree, record_type, strict=True)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise MalformedRecord(f"not a {record_type.__name__}: {error}") from None
+
+
+def _problem(tree: Any) -> str | None:  # noqa: ANN401
+    """Return what in `tree` is outside the subset, or None. Iterative, so that depth can't exhaust the stack."""
+    stack: list[tuple[Any, int]] = [(tree, 1)]
+    nodes = 0
+    while stack:
+        value, depth = stack.pop()
+        nodes += 1
+        if nodes > NODES_MAX:
+            return f"more than {NODES_MAX} values"
+        if depth > DEPTH_MAX:
+            return f"nested deeper than {DEPTH_MAX}"
+        kind = type(value)
+        if kind is int:
+            if not -INT_BOUND < value < INT_BOUND:
+                return "an integer of 64 bits or more"
+        elif kind is list or kind is tuple:
+            stack.extend((item, depth + 1) for item in value)
+        elif kind is dict:
+            for key, item in value.items():
+                if type(key) is not str:
+                    return "a map key that is not text"
+                stack.append((item, depth + 1))
+        elif kind not in (bytes, str, bool, type(None)):
+            return f"a value of type {kind.__name__}"
+    return None
