@@ -45,6 +45,7 @@ class RejectReason(enum.StrEnum):
     WRONG_PROVIDER = "wrong_provider"
     OVERLOADED = "overloaded"
     HOLD_LAPSED = "hold_lapsed"
+    PROVIDER_FAILED = "provider_failed"
 
 
 @record("bid")

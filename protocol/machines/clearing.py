@@ -1,0 +1,149 @@
+"""Clearing a batch: who is served, in which order, and what the others are told.
+
+Pure. The order of a contended batch is H(secret, batch, renter), which nobody can steer: the secret was
+committed in the offer before the bids came, and the renter's id cannot be chosen after it.
+"""
+
+import msgspec
+from blake3 import blake3
+
+from protocol.identity import hash_bytes, lease_id
+from protocol.machines.auction_types import (
+    HOLD_MS,
+    Auction,
+    AuctionEffect,
+    AuctionStep,
+    BidReceived,
+    Hold,
+    PublishOffer,
+    Reject,
+    RunnersUp,
+    SendAward,
+    Unit,
+    free_units,
+)
+from protocol.pricing import clock_price
+from protocol.records import ChainHead, RejectReason, Transcript
+from protocol.units import Millis
+
+RUNNERS_UP_GROUPS_MAX = 4
+
+
+def lottery_commitment(secret: bytes) -> bytes:
+    """Return the 32-byte commitment of an offer to its lottery secret."""
+    return blake3(secret, derive_key_context="gpunode/1 lottery commitment").digest()
+
+
+def lottery_rank(secret: bytes, batch: int, renter: bytes) -> bytes:
+    """Return the rank of `renter` in a contended batch; the lowest is served first."""
+    framed = secret + batch.to_bytes(8, "big") + renter
+    return blake3(framed, derive_key_context="gpunode/1 lottery rank").digest()
+
+
+def clear_batch(auction: Auction, fresh_secret: bytes, now: Millis) -> AuctionStep:
+    """Close the open batch: hold devices for those served; keep or reject the others."""
+    batch = auction.batch
+    if batch is None:
+        return auction, ()
+    auction = msgspec.structs.replace(auction, batch=None)
+    wanted = sum(bid.bid.quantity for bid in batch.bids)
+    if wanted <= len(free_units(auction)):
+        effects: list[AuctionEffect] = []
+        for bid in batch.bids:
+            auction, award = _hold(auction, bid, None, now)
+            effects.append(award)
+        return auction, tuple(effects)
+    ranked = sorted(batch.bids, key=lambda bid: lottery_rank(auction.secret, batch.number, bid.renter))
+    fits = _count_served(ranked, len(free_units(auction)))
+    transcript = Transcript(
+        batch=batch.number,
+        secret=auction.secret,
+        bid_hashes=tuple(hash_bytes(bid.bid_id) for bid in ranked),
+        served=fits,
+    )
+    # The secret is known from now on: the next offer commits to a fresh one.
+    auction = msgspec.structs.replace(auction, secret=fresh_secret)
+    group = RunnersUp(tuple(ranked), transcript)
+    auction = msgspec.structs.replace(auction, runners_up=(*auction.runners_up, group))
+    auction, served = promote_runners_up(auction, now)
+    auction, dropped = _drop_oldest_group(auction, now)
+    return auction, (*served, *dropped, PublishOffer())
+
+
+def promote_runners_up(auction: Auction, now: Millis) -> AuctionStep:
+    """Hold free devices for waiting bids in rank order; reject those that no hold can still serve."""
+    effects: list[AuctionEffect] = []
+    groups: list[RunnersUp] = []
+    for group in auction.runners_up:
+        waiting: list[BidReceived] = []
+        for bid in group.bids:
+            if bid.bid.expires_at <= now:
+                effects.append(_lost(auction, bid, group.transcript, now))
+            elif bid.bid.quantity <= len(free_units(auction)) and not auction.paused:
+                auction, award = _hold(auction, bid, group.transcript, now)
+                effects.append(award)
+            else:
+                waiting.append(bid)
+        if waiting and auction.holds:
+            groups.append(RunnersUp(tuple(waiting), group.transcript))
+        else:
+            effects.extend(_lost(auction, bid, group.transcript, now) for bid in waiting)
+    return msgspec.structs.replace(auction, runners_up=tuple(groups)), tuple(effects)
+
+
+def reject_runners_up(auction: Auction, now: Millis) -> AuctionStep:
+    """After a sale: keep the runners-up only while some hold may still lapse in their favour."""
+    if auction.holds:
+        return auction, ()
+    effects = tuple(
+        _lost(auction, bid, group.transcript, now) for group in auction.runners_up for bid in group.bids
+    )
+    return msgspec.structs.replace(auction, runners_up=()), effects
+
+
+def _drop_oldest_group(auction: Auction, now: Millis) -> AuctionStep:
+    if len(auction.runners_up) <= RUNNERS_UP_GROUPS_MAX:
+        return auction, ()
+    oldest, *kept = auction.runners_up
+    effects = tuple(_lost(auction, bid, oldest.transcript, now) for bid in oldest.bids)
+    return msgspec.structs.replace(auction, runners_up=tuple(kept)), effects
+
+
+def _count_served(ranked: list[BidReceived], free: int) -> int:
+    served = 0
+    for bid in ranked:
+        if bid.bid.quantity <= free:
+            free -= bid.bid.quantity
+            served += 1
+    return served
+
+
+def _hold(
+    auction: Auction, event: BidReceived, transcript: Transcript | None, now: Millis
+) -> tuple[Auction, SendAward]:
+    bid = event.bid
+    units: tuple[Unit, ...] = free_units(auction)[: bid.quantity]
+    hold = Hold(
+        lease=lease_id(auction.provider, event.renter, bid.nonce),
+        bid_id=event.bid_id,
+        renter=event.renter,
+        price=min(bid.price, clock_price(auction.curve, event.received_at)),
+        keys=tuple(unit.key for unit in units),
+        until=Millis(now + bid.duration_ms + auction.listing.terms.notice_ms),
+        lapses_at=Millis(now + HOLD_MS),
+        address_prefix=event.address_prefix,
+    )
+    heads = tuple(ChainHead(unit.key, unit.number, unit.head) for unit in units)
+    return msgspec.structs.replace(auction, holds=(*auction.holds, hold)), SendAward(hold, heads, transcript)
+
+
+def _lost(auction: Auction, event: BidReceived, transcript: Transcript, now: Millis) -> Reject:
+    rejection = auction.rejection(
+        event.bid_id,
+        RejectReason.LOST_LOTTERY,
+        now,
+        detail="the batch asked for more devices than there were",
+        retry_at=auction.retry_when_free(now),
+        transcript=transcript,
+    )
+    return Reject(event.renter, rejection)
