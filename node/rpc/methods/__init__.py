@@ -1,0 +1,1 @@
+"""The methods of the RPC and their shapes, one file a group. Refuses behaviour: these are declarations."""
