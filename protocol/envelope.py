@@ -86,9 +86,17 @@ def content_id_of(record: Any) -> bytes:  # noqa: ANN401 - any registered record
 
 
 def seal(record: T, signer: Signer, network: NetworkId) -> Sealed[T]:
-    """Sign `record` and return it sealed. Raises KeyError for a type that is not a registered record."""
+    """Sign `record` and return it sealed.
+
+    Raises KeyError for a type that is not a registered record, and ValueError when a field is out of its range or
+    the record too large: peers would refuse it, and blame us.
+    """
     kind = kind_of(type(record))
     body = codec.encode(record)
+    try:
+        codec.decode_untrusted(body, type(record))
+    except MalformedRecord as error:
+        raise ValueError(str(error)) from None
     signature = signer.sign(signing_bytes(network, kind, body))
     data = codec.encode(Envelope(kind, body, signer.public_key, signature))
     return Sealed(record, NodeId(signer.public_key), blake3(data).digest(), content_id(kind, body), data)

@@ -88,6 +88,7 @@ def node_from_peer_id(text: str) -> NodeId:
             raise ValueError(f"{text!r} is not a peer id: {character!r} is not base58")
         number = number * 58 + digit
     raw = number.to_bytes((number.bit_length() + 7) // 8, "big")
-    if not text.startswith("1") or len(raw) != KEY_SIZE + 5 or b"\0" + raw[:5] != _PEER_ID_PREFIX:
+    # Compared as a whole: base58 alone would also accept further leading "1"s, and a node has one name.
+    if len(raw) != KEY_SIZE + 5 or peer_id(raw[5:]) != text:
         raise ValueError(f"{text!r} is not the peer id of an Ed25519 key")
     return NodeId(raw[5:])

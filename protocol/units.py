@@ -2,7 +2,8 @@
 
 `Price` is nano-credits per device-second, `Amount` nano-credits, `Millis` Unix milliseconds (or a length of
 time in milliseconds where the name ends in `_ms`). One credit is one US dollar unless a network says
-otherwise. Refuses floats: rounding happens once, here, and always down.
+otherwise. Money is never a float: it is rounded once, here, and always down; only what people read is rounded
+to the nearest.
 """
 
 from typing import NewType
@@ -47,8 +48,11 @@ def amount_from_credits(credits: float | str) -> Amount:
 
 
 def format_price(price: int) -> str:
-    """Return `price` as dollars per GPU-hour, for people: "$0.3800/h"."""
-    tenth_mills = price * SECONDS_PER_HOUR * 10_000 // NANO
+    """Return `price` as dollars per GPU-hour, for people: "$0.3800/h".
+
+    Rounded to the nearest: 0.38 an hour is 105555.5 nano-credits a second, and must not read 0.3799.
+    """
+    tenth_mills = (price * SECONDS_PER_HOUR * 10_000 + NANO // 2) // NANO
     return f"${tenth_mills // 10_000}.{tenth_mills % 10_000:04d}/h"
 
 
@@ -77,6 +81,9 @@ def _nano_from_decimal(value: float | str, divisor: int, bound: int) -> int:
         raise ValueError(f"{value!r} is not a number") from None
     if not number.is_finite() or number < 0:
         raise ValueError(f"{value!r} is not a finite, non-negative number")
+    # Before the arithmetic: 1e999999 is a number too, and its integer has a million digits.
+    if number > bound:
+        raise ValueError(f"{value!r} is too large")
     nano = int(number * NANO / divisor)
     if nano > bound:
         raise ValueError(f"{value!r} is too large")

@@ -29,10 +29,25 @@ Quantity = Annotated[int, msgspec.Meta(ge=1, le=DEVICES_MAX)]
 Mib = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Permille = Annotated[int, msgspec.Meta(ge=0, le=PERMILLE)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-Token = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+:-]*$")]
+Token = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+:-]*$(?!\n)")]
 """A short machine word: a listing, a tier, an environment, a network mode."""
-Label = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""A line for people: no control characters, so that a terminal can print it."""
-Note = Annotated[str, msgspec.Meta(max_length=1024, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]
-Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]*$")]
+# `$` alone also matches before a last newline. Left out of lines for people: controls (C0, DEL, C1), line and
+# paragraph separators, and the marks that turn the direction of text around.
+Label = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=128,
+        pattern=r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]*$(?!\n)",
+    ),
+]
+"""A line for people: nothing in it that a terminal would obey."""
+Note = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=1024,
+        pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]*$",
+    ),
+]
+"""Lines for people: a `Label` that may hold newlines and tabs."""
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]*$(?!\n)")]
 """A multiaddr or a host:port, printable ASCII."""

@@ -13,7 +13,9 @@ JOB_SIZE_MAX = 1024 * 1024
 
 Argument = Annotated[str, msgspec.Meta(max_length=ARGUMENT_MAX, pattern=r"^[^\x00]*$")]
 RelativePath = Annotated[str, msgspec.Meta(min_length=1, max_length=1024, pattern=r"^[^/\x00][^\x00]*$")]
-VariableName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$(?!\n)")
+]
 
 
 class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     command: Annotated[tuple[Argument, ...], msgspec.Meta(min_length=1, max_length=4096)]
     environment: Token = "host"
     variables: dict[VariableName, Argument] = {}
-    workdir: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    workdir: Annotated[str, msgspec.Meta(max_length=1024, pattern=r"^[^\x00]*$")] = ""
     inputs: Annotated[tuple[JobInput, ...], msgspec.Meta(max_length=LIST_MAX)] = ()
     outputs: Annotated[tuple[RelativePath, ...], msgspec.Meta(max_length=LIST_MAX)] = ()
     resources: Resources

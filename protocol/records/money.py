@@ -6,6 +6,7 @@ import msgspec
 
 from protocol.envelope import record
 from protocol.records.fields import (
+    LIST_MAX,
     AmountField,
     DurationMs,
     Hash,
@@ -54,7 +55,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What is owed: price x quantity x metered time, at most the highest voucher."""
     voucher_amount: AmountField
     voucher_number: Number
-    outputs: tuple[Hash, ...] = ()
+    outputs: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=LIST_MAX)] = ()
     """Manifests of the collected outputs, in the job's order."""
     simulated: bool
 
