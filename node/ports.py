@@ -29,6 +29,13 @@ class Clock(Protocol):
         """Return ms since boot, suspend included (CLOCK_BOOTTIME)."""
 
 
+class TaskStatus(Protocol):
+    """What `trio.Nursery.start` hands in; spelled here since trio's own type is hidden from mypy by older stubs."""
+
+    def started(self) -> None:
+        """Say that the task is ready."""
+
+
 # --- swarm --------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ Refuses to start keepers and to decide what their statuses mean.
 
 import contextlib
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -167,7 +167,7 @@ class KeeperLink:
             raise LinkError("the keeper answered without a status")
         return reply.status
 
-    async def subscribe(self) -> AsyncIterator[LeaseStatus]:
+    async def subscribe(self) -> AsyncGenerator[LeaseStatus, None]:
         """Yield the present status, then the newest whenever it has changed.
 
         Ends when the lease is settled or the keeper has gone (the lock, or the status file, says which). Close

@@ -88,7 +88,9 @@ class Store:
             ) from None
 
     async def transaction(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` in one transaction, in a thread that is never abandoned; commit when it returns, roll back when it raises.
+        """Run `work` in one transaction: committed when it returns, rolled back when it raises.
+
+        It runs in a thread that is never abandoned, also when the caller is cancelled.
 
         Raises StoreError when SQLite fails (a full disk, say): nothing was written then.
         """

@@ -43,6 +43,7 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     lease: bytes
     role: str
     state: str
+    """`node.market.leases.LeaseState`."""
     peer: bytes
     listing: str
     job_id: str
@@ -61,12 +62,15 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     until: int
     simulated: bool
     salt: bytes
-    socket: str = ""
-    """The keeper's socket, once it was started."""
+    uid: int
+    gid: int
+    """Whom the keeper runs as."""
     status: bytes = b""
     """The keeper's last `LeaseStatus`."""
     outcome: str = ""
     created_at: int
+    released_at: int = 0
+    """Provider: when its devices were free again; 0 before."""
     ended_at: int = 0
 
 

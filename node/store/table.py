@@ -50,6 +50,10 @@ class Table(Generic[R]):
         """Insert a row; sqlite3.IntegrityError when the key is taken."""
         self._table.insert(msgspec.structs.asdict(row))
 
+    def change(self, key: SqlValue, **changes: SqlValue) -> None:
+        """Set some columns of the row with this key, and leave the others as they are."""
+        self._table.update(key, changes)
+
     def get(self, key: SqlValue) -> R | None:
         """Return the row with this key, or None."""
         return next(self.where(f"[{self._key}] = ?", key), None)

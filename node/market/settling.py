@@ -1,0 +1,104 @@
+"""From a finished lease to its receipt, and from receipts to balances.
+
+The provider signs a receipt of what its keeper metered and which voucher it holds; the renter checks it against
+its own keeper's account and accepts; both then have one line in their ledgers that differ in sign only.
+Simulated leases have receipts, but count for nothing. Refuses to move money: settlements record payments that
+were made outside.
+"""
+
+from node.errors import LedgerError
+from node.lease.files import LeaseStatus
+from node.market.context import Context
+from node.store import EntryRow, LeaseRow, Transaction
+from protocol.envelope import Sealed
+from protocol.records import Receipt
+from protocol.units import Price, cost, format_amount
+
+METER_SLACK_MS = 2000
+METER_SLACK_PERMILLE = 10
+"""Meters may differ by the larger of the two: over 1% and over 2 s is a dispute."""
+RECEIPT_KIND = "receipt"
+SETTLEMENT_KIND = "settlement"
+
+
+def receipt_of(context: Context, row: LeaseRow, status: LeaseStatus | None) -> Receipt:
+    """Return the receipt of a provider's lease that is over. `status` None: its directory was lost."""
+    now = context.clock.now()
+    if row.countersignature_id is None:
+        raise LedgerError("a lease without a countersignature has no receipt")
+    voucher_amount = 0 if status is None else status.voucher_amount
+    metered_ms = 0 if status is None else status.metered_ms
+    return Receipt(
+        lease=row.lease,
+        provider=context.node,
+        renter=row.peer,
+        countersignature_id=row.countersignature_id,
+        job_hash=row.job_hash,
+        outcome="keeper_died" if status is None else status.outcome,
+        exit_status=-1 if status is None else status.exit_status,
+        started_at=0 if status is None else status.started_at,
+        ended_at=now if status is None or not status.ended_at else status.ended_at,
+        metered_ms=metered_ms,
+        price=row.price,
+        quantity=row.quantity,
+        amount=min(cost_of(row, metered_ms), voucher_amount),
+        voucher_amount=voucher_amount,
+        voucher_number=0 if status is None else status.voucher_number,
+        outputs=()
+        if status is None
+        else tuple(out.manifest for out in status.outputs if out.manifest is not None),
+        simulated=row.simulated,
+    )
+
+
+def objection_to(receipt: Receipt, row: LeaseRow, status: LeaseStatus | None, renter: bytes) -> str:
+    """Return why the renter does not accept a receipt, or "" when it agrees with its own account."""
+    signed = 0 if status is None else status.voucher_amount
+    metered_ms = 0 if status is None else status.metered_ms
+    slack_ms = max(METER_SLACK_MS, metered_ms * METER_SLACK_PERMILLE // 1000)
+    if (receipt.provider, receipt.renter) != (row.peer, renter):
+        return "it names other parties"
+    if (receipt.price, receipt.quantity, receipt.job_hash) != (row.price, row.quantity, row.job_hash):
+        return "price, number of devices or job differ from the award"
+    if receipt.simulated != row.simulated:
+        return "it hides that the devices are simulated" if row.simulated else "it calls real devices simulated"
+    if receipt.countersignature_id != row.countersignature_id:
+        return "it names another countersignature"
+    if receipt.amount > signed or receipt.voucher_amount > signed:
+        return f"it claims {format_amount(receipt.amount)}, and vouchers for {format_amount(signed)} were signed"
+    if receipt.amount > cost_of(row, receipt.metered_ms):
+        return "it claims more than its own metered time costs"
+    if receipt.metered_ms > metered_ms + slack_ms:
+        return f"it claims {receipt.metered_ms} ms of job time, and {metered_ms} ms were metered here"
+    return ""
+
+
+def cost_of(row: LeaseRow, metered_ms: int) -> int:
+    """Return what `metered_ms` of the lease costs, in nano-credits."""
+    return cost(Price(row.price), row.quantity, metered_ms)
+
+
+def entry_of(sealed: Sealed[Receipt], *, is_provider: bool, confirmed: bool) -> EntryRow:
+    """Return the ledger's line for a receipt."""
+    receipt = sealed.record
+    return EntryRow(
+        id=sealed.id,
+        peer=receipt.renter if is_provider else receipt.provider,
+        kind=RECEIPT_KIND,
+        amount=receipt.amount if is_provider else -receipt.amount,
+        lease=receipt.lease,
+        simulated=receipt.simulated,
+        confirmed=confirmed,
+        note=receipt.outcome,
+        at=receipt.ended_at,
+    )
+
+
+def balance_with(tx: Transaction, peer: bytes) -> int:
+    """Return what `peer` owes us by receipts and settlements, in nano-credits; negative: we owe it.
+
+    A receipt of ours that the peer has not accepted counts as owed: not answering must not be a way out. A
+    settlement counts once both have signed it.
+    """
+    rows = tx.entries.where("peer = ? and simulated = 0", peer)
+    return sum(row.amount for row in rows if row.confirmed or row.kind == RECEIPT_KIND)
