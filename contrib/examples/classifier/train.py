@@ -95,7 +95,10 @@ def train(rows: list[Row], epochs: int) -> tuple[Network, float, float]:
         rate = RATE / (1.0 + epoch / epochs)
         loss = sum(network.learn(x, y, label, rate) for x, y, label in learned) / len(learned)
         if epoch == 1 or epoch % 25 == 0 or epoch == epochs:
-            print(f"epoch {epoch:3d}/{epochs}  loss {loss:.4f}  accuracy {accuracy(network, held_back):.3f}", flush=True)
+            print(
+                f"epoch {epoch:3d}/{epochs}  loss {loss:.4f}  accuracy {accuracy(network, held_back):.3f}",
+                flush=True,
+            )
     return network, accuracy(network, learned), accuracy(network, held_back)
 
 
