@@ -11,14 +11,15 @@ How the daemon registers its handlers: build one mapping from method name to a c
 
     async def cancel(params: jobs.JobParams, caller: Caller) -> jobs.CancelResult: ...
 
-    async def events(params: jobs.JobParams, caller: Caller) -> AsyncIterator[jobs.JobEvent]:
+    async def events(params: jobs.JobParams, caller: Caller) -> AsyncGenerator[jobs.JobEvent, None]:
         yield jobs.JobEvent(...)
 
     handlers: Handlers = {jobs.CANCEL.name: cancel, jobs.EVENTS.name: events, ...}
 
 - A `Call`'s handler is an async function that returns the method's result struct; a `Stream`'s is an async
   generator function that yields its item struct, and returns when there is nothing more to say. The generator
-  is closed (with Cancelled) when the caller goes away; it must not hold a nursery or a cancel scope over a yield.
+  is closed (with Cancelled) when the caller goes away; it must not hold a nursery or a cancel scope over a yield,
+  nor a lock: a slow reader keeps it suspended there. An item is at most about 1 MiB as JSON.
 - Params come decoded and in range. ADMIN methods are refused before the handler is called; for OWNER methods
   the handler calls `caller.require_owner(uid)`, or filters by `caller.owns(uid)`.
 - Raise NodeError (its code, message and hint go to the caller) or ProtocolError; anything else becomes an

@@ -4,7 +4,7 @@ Refuses behaviour: `node.rpc.server` carries calls out, the daemon's handlers an
 """
 
 import enum
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -98,5 +98,5 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 Method = Call[Any, Any] | Stream[Any, Any]
 CallHandler = Callable[[Any, Caller], Awaitable[Any]]
-StreamHandler = Callable[[Any, Caller], AsyncIterator[Any]]
+StreamHandler = Callable[[Any, Caller], AsyncGenerator[Any, None]]
 Handlers = Mapping[str, CallHandler | StreamHandler]

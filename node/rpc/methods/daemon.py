@@ -122,6 +122,7 @@ class DiscoverResult(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, Any]
     methods: list[dict[str, Any]]
     components: dict[str, Any]
+    error: dict[str, Any] = msgspec.field(name="x-error")
 
 
 STATUS = Call(
