@@ -229,7 +229,9 @@ class _Connection:
             line = wire.error_line(request_id, _body_of_any(error, method.name))
         # The answer to daemon.stop must still leave when its handler has cancelled us.
         cancelled = trio.current_effective_deadline() == -math.inf
-        with trio.move_on_after(LAST_WORDS_S, shield=True) if cancelled else contextlib.nullcontext():
+        with trio.CancelScope(shield=cancelled) as last_words:
+            if cancelled:
+                last_words.deadline = trio.current_time() + LAST_WORDS_S
             await self._send(line)
 
     async def _stream_items(
