@@ -5,7 +5,7 @@
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 REQUIREMENTS="$ROOT/scripts/requirements"
-PYTHON=""
+PYTHON="${PYTHON:-}"
 STAMP_NAME=gpunode-stamp
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
@@ -26,12 +26,10 @@ is_recent_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 
 
 can_make_venv() { "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
 
-find_python() { # find_python [FIRST]: sets PYTHON to GPUNODE_PYTHON, else FIRST, else one that can make a venv
+find_python() { # find_python [FIRST]: sets PYTHON, unless the caller has, to FIRST or to one that can make a venv
     local candidate
-    if [ -n "${GPUNODE_PYTHON:-}" ]; then
-        is_recent_python "$GPUNODE_PYTHON" ||
-            fail "GPUNODE_PYTHON=$GPUNODE_PYTHON is not Python 3.11 or newer" "unset it, or name another one"
-        PYTHON="$GPUNODE_PYTHON"
+    if [ -n "$PYTHON" ]; then
+        is_recent_python "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.11 or newer" "unset it, or name another one"
         return
     fi
     if [ -n "${1:-}" ] && is_recent_python "$1"; then PYTHON="$1"; return; fi

@@ -63,7 +63,7 @@ def test_named_python_that_is_too_old_is_refused(tmp_path: Path) -> None:
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    done = run_common("find_python", GPUNODE_PYTHON=str(old))
+    done = run_common("find_python", PYTHON=str(old))
     assert done.returncode == 1
     assert str(old) in done.stderr
 
@@ -76,7 +76,7 @@ def test_python_that_can_make_a_venv_is_preferred(tmp_path: Path) -> None:
     full.write_text("#!/bin/sh\nexit 0\n")
     full.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    assert run_common('find_python; echo "$PYTHON"', PATH=path, GPUNODE_PYTHON="").stdout == "python3.11\n"
+    assert run_common('find_python; echo "$PYTHON"', PATH=path, PYTHON="").stdout == "python3.11\n"
 
 
 def test_live_keeper_is_seen_by_its_venv(tmp_path: Path) -> None:
