@@ -3,7 +3,7 @@
 Ranked candidates and, for every other offer, each miss with what was wanted and what there is: `gpunode why` is
 made of these. The same requirement, offers and time give the same answer on every machine.
 
-Refuses to bid, to choose a time (`protocol.bidding` does), and to doubt: an offer's claims are taken at their word.
+Refuses to bid, to choose a time (`protocol.bidding` does), and to doubt: what an offer claims is taken as so.
 """
 
 import enum
@@ -119,7 +119,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     price: Price
     """The clock price now; may be above the cap."""
     affordable_at: Millis
-    """When the clock is at or below the cap: now, or later; the offer may have expired or been re-issued by then."""
+    """When the clock is at or below the cap: now, or later (by then the offer may have been re-issued)."""
     isolation: str
     """The tier to name in a bid: of the offer's, the weakest that is strong enough."""
 
