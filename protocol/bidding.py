@@ -36,8 +36,7 @@ Decision = BidNow | WaitUntil | Unaffordable
 
 def next_bid_at(curve: Curve, cap: Price, now: Millis) -> Millis | None:
     """Return the first moment from `now` on at which the clock is at or below `cap`; None when it never is."""
-    reached = time_of_price(curve, cap)
-    return None if reached is None else Millis(max(now, reached))
+    return now if clock_price(curve, now) <= cap else time_of_price(curve, cap)
 
 
 def decide(curve: Curve, cap: Price, now: Millis) -> Decision:

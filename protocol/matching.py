@@ -13,13 +13,14 @@ from functools import lru_cache
 
 import msgspec
 
+from protocol.bidding import next_bid_at
 from protocol.book import mark_of
 from protocol.device_models import device_model
 from protocol.envelope import Sealed
 from protocol.identity import KEY_SIZE, peer_id
-from protocol.pricing import clock_price, time_of_price
+from protocol.pricing import clock_price
 from protocol.records.offer import DeviceSpec, Offer
-from protocol.units import Millis, Price, format_duration, format_price
+from protocol.units import PRICE_MAX, Millis, Price, format_duration, format_price
 
 ISOLATION_STRENGTH: dict[str, int] = {
     "unsafe-process": 0,
@@ -151,7 +152,8 @@ def match(requirement: Requirement, offers: Iterable[Sealed[Offer]], now: Millis
     for sealed in offers:
         curve = sealed.record.curve
         tier = weakest_sufficient(sealed.record.terms.isolation, requirement.isolation)
-        reached = now if requirement.max_price is None else time_of_price(curve, requirement.max_price)
+        cap = Price(PRICE_MAX if requirement.max_price is None else requirement.max_price)
+        affordable_at = next_bid_at(curve, cap, now)
         misses = [
             *_provider_misses(requirement, sealed, now),
             *_device_misses(requirement, sealed.record),
@@ -162,13 +164,12 @@ def match(requirement: Requirement, offers: Iterable[Sealed[Offer]], now: Millis
             misses.append(
                 Miss(MissReason.ISOLATION, requirement.isolation, _any_of(sealed.record.terms.isolation))
             )
-        if reached is None:
-            cap, reserve = format_price(requirement.max_price or 0), format_price(curve.reserve)
-            misses.append(Miss(MissReason.PRICE, f"at most {cap}", f"a reserve price of {reserve}"))
-        if misses or tier is None or reached is None:
+        if affordable_at is None:
+            reserve = f"a reserve price of {format_price(curve.reserve)}"
+            misses.append(Miss(MissReason.PRICE, f"at most {format_price(cap)}", reserve))
+        if misses or tier is None or affordable_at is None:
             rejections.append(Rejection(sealed, tuple(misses)))
             continue
-        affordable_at = Millis(max(now, reached))
         candidates.append(
             Candidate(offer=sealed, price=clock_price(curve, now), affordable_at=affordable_at, isolation=tier)
         )
