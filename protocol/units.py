@@ -64,9 +64,9 @@ def format_amount(amount: int) -> str:
 
 
 def format_duration(duration_ms: int) -> str:
-    """Return a length of time for people: "1h 02m", "3m 20s", "4.2s"."""
+    """Return a length of time for people, rounded down: "1h 02m", "3m 20s", "4.2s"."""
     if duration_ms < MINUTE_MS:
-        return f"{duration_ms / 1000:.1f}s"
+        return f"{duration_ms // 1000}.{duration_ms % 1000 // 100}s"
     if duration_ms < HOUR_MS:
         return f"{duration_ms // MINUTE_MS}m {duration_ms % MINUTE_MS // 1000:02d}s"
     return f"{duration_ms // HOUR_MS}h {duration_ms % HOUR_MS // MINUTE_MS:02d}m"
@@ -75,16 +75,17 @@ def format_duration(duration_ms: int) -> str:
 def _nano_from_decimal(value: float | str, divisor: int, bound: int) -> int:
     from decimal import Decimal, InvalidOperation  # noqa: PLC0415 - costs 5 ms, and only people's input needs it
 
+    shown = repr(value)[:80]
     try:
         number = Decimal(str(value))
     except InvalidOperation:
-        raise ValueError(f"{value!r} is not a number") from None
+        raise ValueError(f"{shown} is not a number") from None
     if not number.is_finite() or number < 0:
-        raise ValueError(f"{value!r} is not a finite, non-negative number")
+        raise ValueError(f"{shown} is not a finite, non-negative number")
     # Before the arithmetic: 1e999999 is a number too, and its integer has a million digits.
     if number > bound:
-        raise ValueError(f"{value!r} is too large")
+        raise ValueError(f"{shown} is too large")
     nano = int(number * NANO / divisor)
     if nano > bound:
-        raise ValueError(f"{value!r} is too large")
+        raise ValueError(f"{shown} is too large")
     return nano
