@@ -135,6 +135,11 @@ def load_or_create(path: Path, *, mountinfo: Path = MOUNTINFO) -> NodeKey:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_network_file_system(path.parent, mountinfo=mountinfo)
+        if path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise KeyFileError(
+                f"the key file {path} can be replaced by others: they may write to its directory",
+                f"chmod go-w {path.parent}",
+            )
         for attempt in (_read_key, _create_key, _read_key):
             key = attempt(path)
             if key is not None:
@@ -203,7 +208,7 @@ def _read_key(path: Path) -> NodeKey | None:
 
 
 def _refuse_exposed(path: Path, status: os.stat_result) -> None:
-    """Raise KeyFileError for a file that another user could have read or replaced."""
+    """Raise KeyFileError for a file that another user could have read."""
     if not stat.S_ISREG(status.st_mode):
         raise KeyFileError(f"the key file {path} is not a regular file", "put the key file itself there")
     if status.st_uid != os.geteuid():
@@ -215,11 +220,6 @@ def _refuse_exposed(path: Path, status: os.stat_result) -> None:
         raise KeyFileError(
             f"the key file {path} can be read by others (mode {stat.S_IMODE(status.st_mode):04o})",
             f"if nobody else has read it: chmod 600 {path}; else move it away, and a new key is made",
-        )
-    if path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise KeyFileError(
-            f"the key file {path} can be replaced by others: they may write to its directory",
-            f"chmod go-w {path.parent}",
         )
 
 
