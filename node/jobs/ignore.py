@@ -43,7 +43,7 @@ def _matches(pattern: list[str], names: list[str]) -> bool:
     if not pattern:
         return not names
     if pattern[0] == "**":
-        # "**" at the end matches what lies below, not the directory itself.
-        starts = range(1, len(names)) if len(pattern) == 1 else range(len(names) + 1)
-        return any(len(pattern) == 1 or _matches(pattern[1:], names[start:]) for start in starts)
+        if len(pattern) == 1:  # what lies below, not the directory itself
+            return bool(names)
+        return any(_matches(pattern[1:], names[start:]) for start in range(len(names) + 1))
     return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(pattern[1:], names[1:])

@@ -136,7 +136,7 @@ class TreeReader:
         self._descriptor, self._open_path = -1, None
 
     def _name(self, entry: Entry) -> str:
-        return str(self._tree.root / self._tree.beneath / entry.path)
+        return _printable(self._tree.root / self._tree.beneath / entry.path)
 
 
 class _Unusable(Exception):
@@ -282,9 +282,8 @@ class _Scan:
 
     def _refuse(self, path: str, reason: str) -> None:
         if not self._is_lenient:
-            raise StagingError(
-                f"{self._top}/{path!s} {reason}", "leave it out (--ignore), or copy what it stands for"
-            )
+            hint = "leave it out (.gpunodeignore), or put a copy in its place"
+            raise StagingError(f"{_printable(Path(self._top) / path)} {reason}", hint)
         if len(self.skipped) < SKIPPED_MAX:
             self.skipped.append(f"{_printable(path)} {reason}")
 
