@@ -8,7 +8,7 @@ import enum
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import trio
@@ -29,11 +29,8 @@ class Clock(Protocol):
         """Return ms since boot, suspend included (CLOCK_BOOTTIME)."""
 
 
-class TaskStatus(Protocol):
-    """What `trio.Nursery.start` hands in; spelled here since trio's own type is hidden from mypy by older stubs."""
-
-    def started(self) -> None:
-        """Say that the task is ready."""
+TaskStatus: TypeAlias = Any
+"""What `trio.Nursery.start` hands in: `trio.TaskStatus`, which the outdated stubs of a dependency hide from mypy."""
 
 
 # --- swarm --------------------------------------------------------------------------------------------------

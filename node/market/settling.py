@@ -17,6 +17,8 @@ from protocol.units import Price, cost, format_amount
 METER_SLACK_MS = 2000
 METER_SLACK_PERMILLE = 10
 """Meters may differ by the larger of the two: over 1% and over 2 s is a dispute."""
+NOT_YET = "not_yet"
+"""Reason of a refusal that means: send it again later."""
 RECEIPT_KIND = "receipt"
 SETTLEMENT_KIND = "settlement"
 

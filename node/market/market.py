@@ -1,0 +1,189 @@
+"""The market of one node: wires seller, buyer and book to the network, and is what the daemon's RPC asks.
+
+Every record of a peer comes in through `_on_trade`: decoded, verified, signed by who is connected; then it goes to
+the one that it is about. Refuses every rule of trading: those are the machines'.
+"""
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Any
+
+import trio
+
+from node.config import Config
+from node.log import get_logger
+from node.market.bookkeeping import Bookkeeper
+from node.market.buying import Buyer
+from node.market.context import TRADE_PROTOCOL, Context
+from node.market.inventory import Inventory
+from node.market.leases import Leases
+from node.market.live_job import LiveJobs
+from node.market.outbox import Answer, Outbox
+from node.market.recollection import Recollection
+from node.market.renting import Renter
+from node.market.selling import Seller
+from node.market.settlements import Settlements
+from node.ports import TaskStatus
+from node.store import OutboxRow, Transaction
+from protocol.envelope import Sealed, open_untrusted
+from protocol.errors import BadSignature
+from protocol.identity import NodeId
+from protocol.records import (
+    Ack,
+    Award,
+    Bid,
+    BidRejected,
+    Countersignature,
+    GrantDelivery,
+    OwnRecordsQuery,
+    Receipt,
+    Refusal,
+    Release,
+    Settlement,
+    SettlementAcceptance,
+)
+
+log = get_logger(__name__)
+
+NOTES_MAX = 16
+
+
+class Market:
+    """Everything that this node does in the market."""
+
+    def __init__(self, context: Context, config: Config, inventory: Inventory) -> None:
+        self._context = context
+        self._config = config
+        self.notes: list[str] = []
+        """What an administrator should know."""
+        self.jobs = LiveJobs()
+        self.outbox = Outbox(context, self._on_answer)
+        self.leases = Leases(context, {"provider": self._observe_provider, "renter": self._observe_renter})
+        self.book = Bookkeeper(context, self._own_statements)
+        self.seller = Seller(
+            context,
+            self.outbox,
+            self.leases,
+            inventory,
+            config.lend,
+            config.tunnel,
+            self.credit_limit,
+            config.ledger.stranger_credit,
+        )
+        self.buyer = Buyer(context, self.outbox, self.jobs, self.book)
+        self.renter = Renter(context, self.leases, self.jobs, self.buyer)
+        self.settlements = Settlements(context, self.outbox)
+        self.recollection = Recollection(context, self.seller, self.book, self.note)
+
+    async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+        """Trade, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.leases.run)
+            await nursery.start(self.outbox.run)
+            await nursery.start(self.book.run)
+            await nursery.start(self.buyer.run)
+            await nursery.start(self.renter.run)
+            await nursery.start(self.seller.run)
+            self.book.register()
+            self._context.network.on_request(TRADE_PROTOCOL, self._on_trade)
+            self._context.network.on_connect(self._on_connect)
+            for peer in self._context.network.peers():
+                nursery.start_soon(self._on_connect, peer.node)
+            task_status.started()
+            await trio.sleep_forever()
+
+    def note(self, text: str) -> None:
+        """Keep a line for the administrator."""
+        if text not in self.notes:
+            self.notes = [text, *self.notes][:NOTES_MAX]
+
+    def credit_limit(self, tx: Transaction, peer: bytes) -> int | None:
+        """Return what `peer` may owe us, in nano-credits; None: it is a stranger."""
+        row = tx.peers.get(peer)
+        if row is not None and row.credit_limit is not None:
+            return row.credit_limit
+        return None if self._config.network.is_open else self._config.ledger.pool_credit
+
+    def _own_statements(self) -> Iterator[bytes]:
+        for desk in self.seller.auctions.values():
+            if desk.offer is not None:
+                yield desk.offer
+
+    async def _on_connect(self, peer: NodeId) -> None:
+        self.outbox.wake(peer)
+        await self.recollection.ask(peer)
+        await self.book.fetch_page(peer)
+
+    async def _observe_provider(self, live: Any) -> None:  # noqa: ANN401
+        await self.seller.lender.observe(live)
+
+    async def _observe_renter(self, live: Any) -> None:  # noqa: ANN401
+        await self.renter.observe(live)
+
+    async def _on_answer(self, row: OutboxRow, answer: Answer) -> None:
+        if row.kind in ("bid", "countersignature"):
+            await self.buyer.on_answer(row, answer)
+        elif row.kind == "receipt":
+            await self.seller.lender.on_receipt_answer(row, answer)
+        elif not isinstance(answer, Ack) and isinstance(getattr(answer, "record", None), Refusal):
+            log.info("market.refused", kind=row.kind, reason=answer.record.reason)
+
+    async def _on_trade(self, caller: NodeId, data: bytes) -> bytes:
+        sealed = open_untrusted(data, self._context.network_id)
+        if sealed.signer != caller:
+            raise BadSignature("the record is signed by somebody else than the peer that sent it")
+        reply = await self._dispatch(sealed)
+        if isinstance(reply, Sealed):
+            return reply.data
+        return self._context.seal(Ack(of=sealed.id) if reply is None else reply).data
+
+    async def _dispatch(self, sealed: Sealed[Any]) -> Any:  # noqa: ANN401 - a record, a sealed record, or None
+        match sealed.record:
+            case Bid():
+                return await self.seller.on_bid(sealed, self._address_prefix(sealed.signer))
+            case Countersignature():
+                return await self.seller.on_countersignature(sealed)
+            case Award():
+                return await self.buyer.on_award(sealed)
+            case BidRejected():
+                return await self.buyer.on_rejection(sealed)
+            case GrantDelivery():
+                return await self.renter.on_grant(sealed)
+            case Release():
+                return await self._on_release(sealed)
+            case Receipt():
+                return await self.renter.on_receipt(sealed)
+            case Settlement():
+                return await self.settlements.on_settlement(sealed)
+            case SettlementAcceptance():
+                return await self.settlements.on_acceptance(sealed)
+            case OwnRecordsQuery():
+                return await self.recollection.answer(sealed)
+            case _:
+                return Refusal(of=sealed.id, reason="unexpected", detail="no such message is expected here")
+
+    async def _on_release(self, sealed: Sealed[Release]) -> Refusal | None:
+        """Keep a release of a lease of ours: a part of the provider's chain that we witness."""
+
+        def write(tx: Transaction) -> bool:
+            row = tx.leases.get(sealed.record.lease)
+            if row is None or row.peer != sealed.signer:
+                return False
+            tx.records.put(self._context.record_row(sealed, lease=row.lease))
+            return True
+
+        known = await self._context.store.transaction(write)
+        return None if known else Refusal(of=sealed.id, reason="unknown_lease")
+
+    def _address_prefix(self, node: NodeId) -> str:
+        """Return the peer's network: /24 or /48 of a public address, "" for private ones, which many share."""
+        peer = next((peer for peer in self._context.network.peers() if peer.node == node), None)
+        parts = peer.address.split("/") if peer is not None else []
+        try:
+            address = ipaddress.ip_address(parts[2])
+        except (IndexError, ValueError):
+            return ""
+        if not address.is_global:
+            return ""
+        bits = 24 if address.version == 4 else 48
+        return str(ipaddress.ip_network(f"{address}/{bits}", strict=False))

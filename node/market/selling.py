@@ -1,0 +1,267 @@
+"""The provider: auctions for its devices, keepers for its leases, receipts for what was used.
+
+      bid ─▶ auction ─▶ award ─▶ countersigned ─▶ keeper starts ─▶ grant ─▶ job runs ─▶ devices clear: release
+                                                                                     └▶ results collected: receipt
+
+Refuses to run jobs and to talk to renters' tunnels: keepers do.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import trio
+
+from node.config import LendSettings, TunnelSettings
+from node.errors import NodeError, StoreError
+from node.log import get_logger
+from node.market.auctions import Hooks, ListingAuction
+from node.market.context import Context, random_bytes
+from node.market.credit import credit_left
+from node.market.inventory import Inventory
+from node.market.leases import Leases
+from node.market.lending import Lender
+from node.market.outbox import Outbox
+from node.ports import TaskStatus
+from node.store import RecordRow, Transaction
+from protocol import codec
+from protocol.envelope import Sealed, open_untrusted
+from protocol.machines.auction import Auction, is_sound
+from protocol.machines.auction_types import (
+    BidReceived,
+    CountersignatureReceived,
+    EpochOpened,
+    Listing,
+    ListingChanged,
+    OfferRefreshed,
+    PauseChanged,
+    Repriced,
+    Unit,
+)
+from protocol.records import Bid, BidRejected, Countersignature, Curve, Refusal, RejectReason
+from protocol.records.lease import GENESIS
+from protocol.units import DAY_MS, MINUTE_MS, SECOND_MS, Millis
+
+log = get_logger(__name__)
+
+REFRESH_S = 5.0
+OFFER_REFRESH_MS = 2 * MINUTE_MS
+CLEAR_POLL_S = 0.5
+RECEIPT_LIFETIME_MS = 30 * DAY_MS
+JOB_UID_BASE = 200_000
+JOB_UID_SPAN = 60_000
+KEEPER_READY_S = 20
+
+
+class Seller:
+    """Everything that this node does as a provider."""
+
+    def __init__(
+        self,
+        context: Context,
+        outbox: Outbox,
+        leases: Leases,
+        inventory: Inventory,
+        lend: LendSettings,
+        tunnel: TunnelSettings,
+        credit_limit: Callable[[Transaction, bytes], int | None],
+        stranger_credit: int,
+    ) -> None:
+        self._context = context
+        self._outbox = outbox
+        self._leases = leases
+        self.inventory = inventory
+        self._lend = lend
+        self._tunnel = tunnel
+        self._credit_limit = credit_limit
+        self._stranger_credit = stranger_credit
+        self.auctions: dict[str, ListingAuction] = {}
+        self._nursery: trio.Nursery | None = None
+        self._price_overrides: dict[str, tuple[int | None, int | None]] = {}
+        self.lender = Lender(context, outbox, leases, inventory, lend, tunnel, self.auctions)
+        self._hooks = Hooks(
+            start_keeper=self.lender.spawn_start,
+            lease_changed=lambda lease, changes: leases.noted(lease, **changes),
+            grant_delivery=self.lender.grant_delivery,
+            keeper_identity=lambda: (os.geteuid(), os.getegid()),
+        )
+        self.paused_until: Millis | None = None
+        self.is_paused = not lend.enabled
+        self.newest_known_sequence = 0
+        """The highest sequence of an offer of ours that this database knew when the daemon started."""
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+        """Sell, until cancelled."""
+        rows = await self._context.store.transaction(lambda tx: list(tx.listings.all()))
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for row in rows:
+                auction = codec.decode_untrusted(row.auction, Auction, 16 * codec.RECORD_SIZE_MAX)
+                broken = is_sound(auction)
+                if broken:
+                    raise StoreError(f"the stored auction of {row.name} is broken: {broken}")
+                self.newest_known_sequence = max(self.newest_known_sequence, auction.sequence)
+                self._adopt_auction(ListingAuction(self._context, self._outbox, auction, self._hooks))
+            await nursery.start(self.lender.run)
+            await self.refresh()
+            task_status.started()
+            nursery.start_soon(self._every, REFRESH_S, self.refresh)
+            nursery.start_soon(self._every, self._lend.reprice_every_ms / SECOND_MS, self.reprice)
+            nursery.start_soon(self._every, OFFER_REFRESH_MS / SECOND_MS, self.refresh_offers)
+
+    async def _every(self, period_s: float, work: Callable[[], Any]) -> None:
+        while True:
+            await trio.sleep(period_s)
+            try:
+                await work()
+            except NodeError as error:
+                log.error("selling.trouble", work=getattr(work, "__name__", ""), problem=str(error))
+
+    def _adopt_auction(self, auction: ListingAuction) -> ListingAuction:
+        self.auctions[auction.auction.listing.name] = auction
+        if self._nursery is not None:
+            self._nursery.start_soon(auction.run_timer)
+        return auction
+
+    # --- devices and prices ---------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Measure the devices, and let every auction know what it has to sell."""
+        now = self._context.clock.now()
+        if self.paused_until is not None and now >= self.paused_until:
+            self.is_paused, self.paused_until = False, None
+        leased = frozenset(
+            key for desk in self.auctions.values() for sold in desk.auction.leases for key in sold.keys
+        )
+        await self.inventory.refresh(leased)
+        if self.is_paused:
+            free = [key for key in self.inventory.devices if key not in leased]
+            if self.paused_until is None:
+                self.inventory.release_claims(free)
+        for name, listing in self.inventory.listings().items():
+            await self._update_listing(name, listing)
+        for name, desk in self.auctions.items():
+            if name not in self.inventory.listings():
+                await desk.apply(ListingChanged(desk.auction.listing, {}, frozenset()))
+            await desk.apply(PauseChanged(self.is_paused or not desk.auction.units))
+
+    async def _update_listing(self, name: str, listing: Listing) -> None:
+        present, sellable = {}, set()
+        for listed in self.inventory.devices.values():
+            if listed.listing == name:
+                present[listed.key] = Unit(listed.key, 0, GENESIS, True)
+                if listed.is_sellable:
+                    sellable.add(listed.key)
+        desk = self.auctions.get(name)
+        if desk is None:
+            if self.is_paused or not sellable:
+                return
+            auction = self._open_auction(name, listing, present)
+            if auction is None:
+                return
+            desk = self._adopt_auction(ListingAuction(self._context, self._outbox, auction, self._hooks))
+        await desk.apply(ListingChanged(listing, present, frozenset(sellable)))
+
+    def _open_auction(self, name: str, listing: Listing, present: dict[bytes, Unit]) -> Auction | None:
+        prices = self._prices(name)
+        if prices is None:
+            log.warning("selling.no_price", listing=name, hint="set lend.start_price for this model")
+            return None
+        shape, (start, reserve) = self._lend.auction, prices
+        return Auction(
+            provider=self._context.node,
+            listing=listing,
+            curve=Curve(
+                start=start,
+                reserve=reserve,
+                opened_at=self._context.clock.now(),
+                opening_ms=shape.opening_ms,
+                tick_ms=shape.tick_ms,
+                halving_ms=shape.halving_ms,
+                lift_permille=shape.lift_permille,
+            ),
+            # Devices come with `ListingChanged`, which also publishes the first offer.
+            units=(),
+            secret=random_bytes(32),
+        )
+
+    def _prices(self, name: str) -> tuple[int, int] | None:
+        used = sum(len(sold.keys) for desk in self.auctions.values() for sold in desk.auction.leases)
+        capacity = max(1, len(self.inventory.devices))
+        automatic = self.inventory.prices(name, min(used, capacity), capacity)
+        start, reserve = self._price_overrides.get(name, (None, None))
+        if automatic is not None:
+            start = automatic[0] if start is None else start
+            reserve = automatic[1] if reserve is None else reserve
+        if start is None:
+            return None
+        return max(start, reserve or 0), reserve or 0
+
+    async def reprice(self) -> None:
+        """Apply the formula, or the owner's word, to every listing."""
+        for name, desk in self.auctions.items():
+            prices = self._prices(name)
+            if prices is not None:
+                await desk.apply(Repriced(*prices))
+
+    def override_price(self, listing: str, start: int | None, reserve: int | None) -> None:
+        """Take the owner's word for a listing's prices; None: the formula's."""
+        self._price_overrides[listing] = (start, reserve)
+
+    def has_override(self, listing: str) -> bool:
+        """Return whether the owner has set a price of this listing by hand."""
+        return self._price_overrides.get(listing, (None, None)) != (None, None)
+
+    async def refresh_offers(self) -> None:
+        """Re-issue every offer before it expires."""
+        for desk in self.auctions.values():
+            await desk.apply(OfferRefreshed())
+
+    async def open_epoch(self, epoch: int, sells_from: Millis) -> None:
+        """Sell only after leases that this database has forgotten."""
+        for desk in self.auctions.values():
+            await desk.apply(EpochOpened(max(epoch, desk.auction.epoch + 1), sells_from))
+
+    # --- messages of renters --------------------------------------------------------------------------------
+
+    async def on_bid(self, bid: Sealed[Bid], address_prefix: str) -> Sealed[Any]:
+        """Answer a bid: an acknowledgement or a rejection."""
+        context, now = self._context, self._context.clock.now()
+        desk = self.auctions.get(bid.record.listing)
+        if desk is None:
+            return context.seal(
+                BidRejected(
+                    bid_id=bid.id, reason=RejectReason.STALE_OFFER, detail="there is no such listing", price_now=0
+                )
+            )
+        known, credit = await context.store.transaction(partial(self._before_bid, bid, desk))
+        if known is not None:
+            return open_untrusted(known.data, context.network_id)
+        event = BidReceived(bid.id, bid.signer, bid.record, now, credit, address_prefix)
+        reply = await desk.apply(event, cause=bid)
+        if reply is None:
+            raise AssertionError("an auction answers every bid")
+        return reply
+
+    def _before_bid(self, bid: Sealed[Bid], desk: ListingAuction, tx: Transaction) -> tuple[RecordRow | None, int]:
+        known = next(tx.records.where("reply_to = ?", bid.id), None)
+        if desk.auction.listing.simulated:
+            return known, bid.record.max_spend  # simulated leases count for nothing
+        limit = self._credit_limit(tx, bid.signer)
+        return known, credit_left(tx, bid.signer, limit, self._stranger_credit)
+
+    async def on_countersignature(self, sealed: Sealed[Countersignature]) -> Sealed[Any] | None:
+        """Take a countersignature; None: taken (or taken before)."""
+        row = await self._context.store.transaction(lambda tx: tx.leases.get(sealed.record.lease))
+        if row is None or row.role != "provider" or row.award_id != sealed.record.award_id:
+            return self._context.seal(Refusal(of=sealed.id, reason="unknown_award"))
+        desk = self.auctions.get(row.listing)
+        if desk is None:
+            return self._context.seal(Refusal(of=sealed.id, reason="unknown_listing"))
+        await self._context.store.transaction(
+            lambda tx: tx.records.put(self._context.record_row(sealed, lease=row.lease))
+        )
+        return await desk.apply(CountersignatureReceived(row.lease, sealed.signer, sealed.id), cause=sealed)
