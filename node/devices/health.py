@@ -25,9 +25,9 @@ class Condition(msgspec.Struct, frozen=True):
     """A memory row could not be remapped."""
 
 
-def judged(device: Device, condition: Condition, *, was_hot: bool) -> Device:
-    """Return `device` with its health and, unless that is OK, the reason and the way out."""
-    health, problem = _judgement(device, condition, was_hot=was_hot)
+def judged(device: Device, condition: Condition, *, hot: bool) -> Device:
+    """Return `device` with its health and, unless that is OK, the reason and the way out. `hot`: see `is_hot`."""
+    health, problem = _judgement(device, condition, hot=hot)
     return msgspec.structs.replace(device, health=health, problem=problem)
 
 
@@ -49,7 +49,7 @@ def quarantined(device: Device, problem: str) -> Device:
     )
 
 
-def _judgement(device: Device, condition: Condition, *, was_hot: bool) -> tuple[DeviceHealth, str]:
+def _judgement(device: Device, condition: Condition, *, hot: bool) -> tuple[DeviceHealth, str]:
     if condition.mig:
         return (
             DeviceHealth.UNSUPPORTED,
@@ -68,7 +68,7 @@ def _judgement(device: Device, condition: Condition, *, was_hot: bool) -> tuple[
             DeviceHealth.QUARANTINED,
             f"{errors}: reset it when nobody uses it (nvidia-smi -i {device.index} --gpu-reset)",
         )
-    if is_hot(device.temperature_c, was_hot=was_hot):
+    if hot:
         return (
             DeviceHealth.QUARANTINED,
             f"{device.temperature_c} C is too hot: back at {TEMPERATURE_BACK_C} C (check fans and air flow)",

@@ -61,9 +61,10 @@ class NvmlSource:
         return self._problem
 
     async def _measure(self) -> Measurement:
+        measurement: Measurement | None = None
         try:
             with trio.move_on_after(self._timeout_s):
-                return await trio.to_thread.run_sync(
+                measurement = await trio.to_thread.run_sync(
                     self._session.measure,
                     limiter=self._one_thread,
                     abandon_on_cancel=True,  # type: ignore[call-arg]  # unknown to trio-typing's old stubs
@@ -72,6 +73,8 @@ class NvmlSource:
             raise
         except Exception as error:
             return Measurement((), f"NVML fails: {type(error).__name__}: {error}")
+        if measurement is not None:
+            return measurement
         # The thread is still in there, and holds the limiter: later polls end here too until it comes out.
         step = self._session.step
         return Measurement((), f"NVML has not answered for {self._timeout_s:g} s while {step} (look at dmesg)")
@@ -98,11 +101,9 @@ class NvmlSource:
                 _nameless(reading.index), uuid=reading.uuid
             )
             return health.quarantined(last, reading.error)
-        was_hot = reading.uuid in self._hot
-        self._hot.discard(reading.uuid)
-        if health.is_hot(reading.device.temperature_c, was_hot=was_hot):
-            self._hot.add(reading.uuid)
-        return health.judged(reading.device, reading.condition, was_hot=was_hot)
+        hot = health.is_hot(reading.device.temperature_c, was_hot=reading.uuid in self._hot)
+        (self._hot.add if hot else self._hot.discard)(reading.uuid)
+        return health.judged(reading.device, reading.condition, hot=hot)
 
     def _log_changes(self) -> None:
         reported = {device.uuid: (device.health, device.problem) for device in self._known.values()}
