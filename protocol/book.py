@@ -244,19 +244,18 @@ class OrderBook:
             if _is_offer(statement) and mark_of(statement, now) is None:
                 yield statement
 
-    def digest(self, first: bytes, now: Millis, limit: int = DIGEST_ITEMS_MAX) -> Digest:
-        """Return a digest of at most `limit` slots, from the position `first` on; what is expired is left out.
+    def digest(self, first: bytes, limit: int = DIGEST_ITEMS_MAX) -> Digest:
+        """Return a digest of at most `limit` slots, from the position `first` on.
 
         Start at b"" and go on at `end` until that is empty, or start anywhere.
         """
         index = bisect.bisect_left(self._order, first)
         page = self._order[index : index + limit]
         rest = self._order[index + limit : index + limit + 1]
-        statements = (self._slots[position] for position in page)
-        items = tuple(_digest_item(item) for item in statements if now < item.record.expires_at)
+        items = tuple(_digest_item(self._slots[position]) for position in page)
         return Digest(first=first, end=rest[0] if rest else b"", items=items)
 
-    def compare(self, digest: Digest, now: Millis) -> Comparison:
+    def compare(self, digest: Digest) -> Comparison:
         """Return how this book differs from the one that `digest` tells of, within its range.
 
         At most DIGEST_ITEMS_MAX slots are wanted and as many statements newer: the rest waits for another round.
@@ -267,17 +266,14 @@ class OrderBook:
             held = self._slots.get(position)
             if held is None or _age(item) > _age(_digest_item(held)):
                 wanted.append((NodeId(item.provider), item.listing))
-        index = bisect.bisect_left(self._order, digest.first)
         newer: list[Statement] = []
-        while index < len(self._order) and len(newer) < DIGEST_ITEMS_MAX:
+        for index in range(bisect.bisect_left(self._order, digest.first), len(self._order)):
             position = self._order[index]
-            if digest.end and position >= digest.end:
+            if len(newer) == DIGEST_ITEMS_MAX or (digest.end and position >= digest.end):
                 break
             statement, other = self._slots[position], theirs.get(position)
-            lacking = other is None or _age(_digest_item(statement)) > _age(other)
-            if lacking and now < statement.record.expires_at:
+            if other is None or _age(_digest_item(statement)) > _age(other):
                 newer.append(statement)
-            index += 1
         return Comparison(tuple(wanted), tuple(newer))
 
     def _refusal(self, statement: Statement, now: Millis) -> Refused | None:
