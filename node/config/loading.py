@@ -22,6 +22,8 @@ FILE_SIZE_MAX = 1024 * 1024
 PREFIX = "GPUNODE_"
 OTHER_VARIABLES = ("GPUNODE_SOCKET", "GPUNODE_CONFIG")
 """Variables with our prefix that are no settings: where to find the daemon, and the configuration file."""
+TEST_PREFIX = "GPUNODE_TEST_"
+"""Variables for tests of running daemons; no settings either."""
 
 
 class Loaded(NamedTuple):
@@ -104,7 +106,7 @@ def _from_environment(
     variables = {variable_of(leaf): leaf.name for leaf in leaves.values()}
     found: list[tuple[str, object, str]] = []
     for name, word in environ.items():
-        if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
+        if not name.startswith(PREFIX) or name.startswith(TEST_PREFIX) or name in OTHER_VARIABLES:
             continue
         if name not in variables:
             raise strict.unknown("environment variable", name, [*variables, *OTHER_VARIABLES])

@@ -58,6 +58,7 @@ def test_words_of_the_environment_get_their_types(load_text: Load) -> None:
         "GPUNODE_NETWORK_BOOTSTRAP": "",
         "GPUNODE_LEND_START_PRICE": "0.40",
         "GPUNODE_SOCKET": "/run/gpunode/rpc",
+        "GPUNODE_TEST_CLOCK_OFFSET_MS": "7",
     }
     loaded = load_text("", environ=environ)
     assert loaded.lend.enabled
