@@ -1,7 +1,7 @@
 """Daemons on loopback for the scripts that show or measure gpunode: started, asked, and ended.
 
-It speaks to a daemon only through the command, as a person would. Every process that it starts is ended by pid, and
-so are the keepers whose lease lies in its folder. Refuses to know about daemons that it did not start.
+It speaks to a daemon only through the command, as a person would. Every process that it starts is ended by pid,
+and so are the keepers whose lease lies in its folder. Refuses to know about daemons that it did not start.
 """
 
 import json
@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-GPUNODE = Path(sys.executable).with_name("gpunode")
+GPUNODE = str(Path(sys.executable).with_name("gpunode"))
 WAIT_S_MAX = 30.0
 STOP_S_MAX = 20.0
 BASE_SIZE_MAX = 60
@@ -36,7 +36,7 @@ class Daemon:
     """One gpunode daemon with configuration, state and sockets in a folder of its own."""
 
     def __init__(self, name: str, folder: Path, settings: str) -> None:
-        """`settings` is TOML without state_dir and runtime_dir; nothing runs yet."""
+        """Write its configuration: `settings` is TOML without state_dir and runtime_dir. Nothing runs yet."""
         self.name = name
         self.log = folder / f"{name}.log"
         runtime = folder / name / "run"
@@ -109,10 +109,9 @@ class Daemon:
         if process.poll() is None:
             self.query("stop", "--now")
         for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S_MAX / 2)
-                return
-            except subprocess.TimeoutExpired:
+            if process.returncode is None:
                 process.send_signal(number)
         process.wait()
 
