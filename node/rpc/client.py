@@ -4,6 +4,7 @@ Several subscriptions may be open on one connection and are read by one loop, wi
 the command line must start quickly.
 """
 
+import contextlib
 import os
 import socket
 import struct
@@ -137,6 +138,13 @@ class Client:
         self.subscribe(method, params)
         for _, item in self.items():
             yield item
+
+    def wait_closed(self) -> None:
+        """Wait until the daemon has closed this connection; whatever it still says is dropped."""
+        self._socket.settimeout(None)
+        with contextlib.suppress(OSError):
+            while self._socket.recv(RECEIVE_SIZE):
+                pass
 
     def _request(self, method: str, params: Params | dict[str, Any]) -> msgspec.Raw:
         self._last_id += 1

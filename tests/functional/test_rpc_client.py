@@ -1,3 +1,4 @@
+import os
 import socket
 import subprocess
 import sys
@@ -73,9 +74,10 @@ def test_rpc_client_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_rpc_client_looks_in_the_documented_places() -> None:
     system = Path("/run/gpunode/rpc.sock")
-    assert socket_candidates({}) == (system,)
+    assert socket_candidates({}) == (Path(f"/run/user/{os.geteuid()}/gpunode/rpc.sock"), system)
     assert socket_candidates({"XDG_RUNTIME_DIR": "/run/user/7"}) == (Path("/run/user/7/gpunode/rpc.sock"), system)
     assert socket_candidates({"XDG_RUNTIME_DIR": "/run/user/7", "GPUNODE_SOCKET": "/x"}) == (Path("/x"),)
+    assert socket_candidates({"GPUNODE_RUNTIME_DIR": "/y"}) == (Path("/y/rpc.sock"),)
 
 
 class Odd:

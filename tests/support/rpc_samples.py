@@ -116,7 +116,9 @@ REJECTION = market.Rejection(
 )
 CANDIDATE = market.Candidate(offer=OFFER, hourly=PRICE * 3600, total=PRICE * 3600, affordable=True)
 INPUT = jobs.JobInput(source="/home/ada/data", destination="data", manifest=HASH, size=12_345)
-OUTPUT = jobs.OutputEntry(remote="results", local="/home/ada/results", collected=True, manifest=HASH, size=99)
+OUTPUT = jobs.OutputEntry(
+    remote="results", local="/home/ada/results", collected=True, missing=False, manifest=HASH, size=99
+)
 ATTEMPT = jobs.JobAttempt(
     lease=LEASE,
     provider=PROVIDER,

@@ -181,6 +181,8 @@ class OutputEntry(msgspec.Struct, frozen=True, kw_only=True):
     local: str
     collected: bool
     """Whether it is here, verified."""
+    missing: bool
+    """Whether the job ended without having made it."""
     manifest: Hex32 | None
     size: Size | None
 
