@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from nacl.bindings import crypto_sign_seed_keypair
-
+from node.keys import LeaseKey
 from node.ports import Clock, Network
 from node.store import RecordRow, Store
 from protocol.envelope import Sealed, kind_of, seal
@@ -74,6 +73,5 @@ random_bytes: RandomBytes = secrets.token_bytes
 
 def new_lease_key() -> tuple[bytes, bytes]:
     """Return a fresh Ed25519 key as (32-byte seed, 32-byte public key), to be delegated to one lease."""
-    seed = random_bytes(32)
-    public_key, _ = crypto_sign_seed_keypair(seed)
-    return seed, public_key
+    key = LeaseKey.new()
+    return key.reveal_seed(), key.public_key

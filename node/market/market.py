@@ -125,7 +125,7 @@ class Market:
             await self.buyer.on_answer(row, answer)
         elif row.kind == "receipt":
             await self.seller.lender.on_receipt_answer(row, answer)
-        elif not isinstance(answer, Ack) and isinstance(getattr(answer, "record", None), Refusal):
+        elif isinstance(answer, Sealed) and isinstance(answer.record, Refusal):
             log.info("market.refused", kind=row.kind, reason=answer.record.reason)
 
     async def _on_trade(self, caller: NodeId, data: bytes) -> bytes:

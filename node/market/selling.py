@@ -38,6 +38,7 @@ from protocol.machines.auction_types import (
     PauseChanged,
     Repriced,
     Unit,
+    free_units,
 )
 from protocol.records import Bid, BidRejected, Countersignature, Curve, Refusal, RejectReason
 from protocol.records.lease import GENESIS
@@ -87,9 +88,27 @@ class Seller:
             keeper_identity=lambda: (os.geteuid(), os.getegid()),
         )
         self.paused_until: Millis | None = None
-        self.is_paused = not lend.enabled
+        self._is_held = False
+        self.is_off = not lend.enabled
         self.newest_known_sequence = 0
         """The highest sequence of an offer of ours that this database knew when the daemon started."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is sold, for a while or at all."""
+        return self.is_off or self._is_held
+
+    def switch(self, *, on: bool) -> None:
+        """Sell, or sell nothing until switched on again; takes effect at the next `refresh`."""
+        self.is_off, self._is_held, self.paused_until = not on, False, None
+
+    def pause(self, until: Millis | None) -> None:
+        """Sell nothing until a time, or (None) until switched on again or restarted."""
+        self._is_held, self.paused_until = True, until
+
+    def free_of(self, desk: ListingAuction) -> int:
+        """Return how many devices of a listing can be sold now."""
+        return 0 if self.is_paused else len(free_units(desk.auction))
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -132,14 +151,14 @@ class Seller:
         """Measure the devices, and let every auction know what it has to sell."""
         now = self._context.clock.now()
         if self.paused_until is not None and now >= self.paused_until:
-            self.is_paused, self.paused_until = False, None
+            self._is_held, self.paused_until = False, None
         leased = frozenset(
             key for desk in self.auctions.values() for sold in desk.auction.leases for key in sold.keys
         )
         await self.inventory.refresh(leased)
         if self.is_paused:
             free = [key for key in self.inventory.devices if key not in leased]
-            if self.paused_until is None:
+            if self.is_off:
                 self.inventory.release_claims(free)
         for name, listing in self.inventory.listings().items():
             await self._update_listing(name, listing)
