@@ -23,10 +23,9 @@ from node.cli.output import (
     tell,
 )
 from node.cli.plan import print_rejections
-from node.cli.requirement import NAMES, requirement_from, requirement_options
+from node.cli.requirement import NAMES, requirement_from, requirement_options, with_whole_provider
 from node.errors import EXIT_OWN, NodeError
 from node.rpc.api import jobs as api
-from node.rpc.api import market
 from protocol.units import format_amount, format_duration, format_price
 
 
@@ -153,8 +152,9 @@ def why(job: str | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401 -
     has_flags = any(given[name] not in {None, False} for name in NAMES)
     if (job is not None) == has_flags:
         raise click.UsageError("name a JOB, or give the flags of a requirement, and not both")
-    requirement: market.Requirement | None = requirement_from(given) if has_flags else None
-    found = call(api.WHY, api.WhyParams(job=job, requirement=requirement))
+    with connect() as client:
+        requirement = with_whole_provider(requirement_from(given), client) if has_flags else None
+        found = client.call(api.WHY, api.WhyParams(job=job, requirement=requirement))
     if as_json:
         print_json(found)
         return

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from node.cli.connection import call
+from node.cli.connection import call, connect
 from node.cli.output import (
     format_cuda,
     format_mib,
@@ -17,7 +17,7 @@ from node.cli.output import (
     table,
 )
 from node.cli.plan import print_plan
-from node.cli.requirement import requirement_from, requirement_options, time_option
+from node.cli.requirement import requirement_from, requirement_options, time_option, with_whole_provider
 from node.errors import EXIT_OWN
 from node.rpc.api import market
 from protocol.units import format_price
@@ -32,8 +32,9 @@ def quote(time_ms: int, as_json: bool, **given: Any) -> int:  # noqa: ANN401 - t
 
     Binds nobody: prices fall by the second, and others buy. Exit status 125 when nothing matches.
     """
-    params = market.QuoteParams(requirement=requirement_from(given), duration_ms=time_ms)
-    found = call(market.QUOTE, params)
+    with connect() as client:
+        requirement = with_whole_provider(requirement_from(given), client)
+        found = client.call(market.QUOTE, market.QuoteParams(requirement=requirement, duration_ms=time_ms))
     if as_json:
         print_json(found)
     else:

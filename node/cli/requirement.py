@@ -6,7 +6,12 @@ from typing import Any, TypeVar
 import click
 
 from node.cli import values
+from node.errors import BadArgument, NotFound
 from node.rpc.api import market
+from node.rpc.client import Client
+
+PEER_ID_SIZE_MIN = 46
+"""Characters of a whole peer id; a shorter text is the end of one, as tables show it."""
 
 F = TypeVar("F", bound=Callable[..., object])
 TIME_DEFAULT = "1h"
@@ -29,7 +34,9 @@ _OPTIONS = (
     click.option("--shm", type=values.size, metavar="SIZE", help="/dev/shm; else half of the memory."),
     click.option("--isolation", metavar="TIER", help="The least isolation from the provider: bubblewrap."),
     click.option("--net", type=click.Choice(["none"]), help="The job's network: none."),
-    click.option("--provider", type=values.peer, metavar="ID", help="Only this provider."),
+    click.option(
+        "--provider", type=values.peer, metavar="ID", help="Only this provider: its peer id, or the end of it."
+    ),
     click.option("--region", metavar="REGION", help="Only there, or in its parts: eu."),
     click.option(
         "--max-price", type=values.price, metavar="$/GPU-H", help="Most for a GPU and hour; never passed."
@@ -77,3 +84,19 @@ def requirement_from(given: dict[str, Any]) -> market.Requirement:
         max_price=given["max_price"],
         allow_simulated=bool(given["allow_simulated"]),
     )
+
+
+def with_whole_provider(requirement: market.Requirement, client: Client) -> market.Requirement:
+    """Return the requirement with a shortened provider's whole id. Raises NotFound, BadArgument."""
+    short = requirement.provider
+    if short is None or len(short) >= PEER_ID_SIZE_MIN:
+        return requirement
+    offers = client.call(market.OFFERS, market.OffersListParams()).offers
+    found = {offer.provider for offer in offers if offer.provider.endswith(short)}
+    if not found:
+        raise NotFound(f"no provider of a live offer ends in {short}", "see them with: gpunode offers")
+    if len(found) > 1:
+        raise BadArgument(f"{len(found)} providers end in {short}", "give more of the id")
+    from msgspec.structs import replace
+
+    return replace(requirement, provider=found.pop())

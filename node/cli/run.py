@@ -11,7 +11,7 @@ from node.cli.connection import connect
 from node.cli.failures import EXIT_INTERRUPTED
 from node.cli.follow import Follower, exit_status_of, tell_end
 from node.cli.output import ask, format_command, json_option, print_json, say, tell
-from node.cli.requirement import requirement_from, requirement_options, time_option
+from node.cli.requirement import requirement_from, requirement_options, time_option, with_whole_provider
 from node.errors import EXIT_OWN, BadArgument, NoMatch
 from node.rpc.api import jobs, market
 from node.rpc.client import Client
@@ -71,6 +71,7 @@ def run(
     """
     wanted, flags = _read(context, command, file, given)
     with connect() as client:
+        wanted = wanted._replace(requirement=with_whole_provider(wanted.requirement, client))
         quote = client.call(
             market.QUOTE, market.QuoteParams(requirement=wanted.requirement, duration_ms=wanted.time_ms)
         )

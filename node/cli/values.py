@@ -62,7 +62,8 @@ def gpus(value: str) -> Gpus:
 
 
 def peer(value: str) -> str:
-    """Check that a text can be a peer id."""
+    """Return a peer id, or the end of one as tables show it."""
+    value = value.removeprefix("..")
     if not PEER_ID.fullmatch(value):
         raise click.BadParameter(f"{value!r} is not a peer id; see them with: gpunode peers ls")
     return value
