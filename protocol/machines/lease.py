@@ -1,9 +1,15 @@
 """The words that both sides of a lease share: its phases, and the reasons why one fails.
 
-Refuses to hold transitions: `provider_lease` and `renter_lease` do.
+Refuses to hold transitions: `provider_lease` and `renter_lease` do. Their clock is the lease's own: Unix ms when
+the lease began, and from then on what boot time adds to it, so that a set clock moves no deadline.
 """
 
 import enum
+
+import msgspec
+
+from protocol.records.offer import Terms
+from protocol.units import Amount, Price, cost
 
 COMPLETED = "completed"
 """A lease's outcome when its job ran to an end of its own; otherwise the outcome is a `FailReason`."""
@@ -88,3 +94,45 @@ PROVIDER_FAULTS = frozenset(
     }
 )
 """What a renter may try again elsewhere without having done anything wrong itself."""
+
+
+class LeaseFacts(msgspec.Struct, frozen=True):
+    """What both sides have signed about a lease: the constants of its machines."""
+
+    lease: bytes
+    network: bytes
+    voucher_key: bytes
+    price: int
+    quantity: int
+    max_spend: int
+    until: int
+    terms: Terms
+
+    @property
+    def rate(self) -> int:
+        """Nano-credits per second of job time, all devices together."""
+        return self.price * self.quantity
+
+    @property
+    def grace_ms(self) -> int:
+        """How long either side may be unheard of before that ends what can't go on without it."""
+        return max(self.terms.grace_ms, GRACE_MIN_MS)
+
+    def cost(self, metered_ms: int) -> Amount:
+        """Return what `metered_ms` of job time costs, in nano-credits, rounded down."""
+        return cost(Price(self.price), self.quantity, metered_ms)
+
+    def paid_ms(self, amount: int) -> int | None:
+        """Return the longest job time that `amount` pays for; None: any, since it is free."""
+        if not self.rate:
+            return None
+        # The largest t with rate * t // 1000 <= amount.
+        return (amount * 1000 + 999) // self.rate
+
+
+GRACE_MIN_MS = 5_000
+"""Shorter than this, a reconnection would count as an absence."""
+CONNECT_MAX_MS = 120_000
+"""How long a renter may take from the grant to its first tunnel: its devices are held for it meanwhile."""
+FAULTS_MAX = 8
+"""How often a peer may break the protocol before the lease ends; each time the tunnel is closed."""
