@@ -97,7 +97,9 @@ class ChainHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Hash
     """Chain key: BLAKE3 of the provider's id and the parent GPU's UUID."""
     number: Number
+    """Of the entry that comes next; 0 for a chain without entries."""
     head: Hash
+    """Content id of the newest entry; GENESIS for a chain without entries."""
 
 
 @record("offer")
