@@ -77,7 +77,9 @@ def convert_untrusted(tree: Any, record_type: type[T]) -> T:  # noqa: ANN401
     try:
         return msgspec.convert(tree, record_type, strict=True)
     except (msgspec.ValidationError, ValueError) as error:
-        raise MalformedRecord(_printable(f"not a {record_type.__name__}: {error}")) from None
+        # A union of types, such as all frames of a stream, has no name.
+        name = getattr(record_type, "__name__", "record of this place")
+        raise MalformedRecord(_printable(f"not a {name}: {error}")) from None
 
 
 def _printable(text: str) -> str:

@@ -218,6 +218,19 @@ def test_rules_of_a_type_come_out_as_malformed() -> None:
         codec.decode_untrusted(codec.encode({"number": 3}), Even)
 
 
+def test_a_union_of_types_is_refused_like_one() -> None:
+    class One(msgspec.Struct, tag="one"):
+        number: int
+
+    class Other(msgspec.Struct, tag="other"):
+        text: str
+
+    assert codec.convert_untrusted({"type": "one", "number": 1}, One | Other) == One(1)
+    for tree in ({"type": "none"}, {"number": 1}, {"type": "other", "text": 1}, [], 3):
+        with pytest.raises(MalformedRecord, match="not a record of this place"):
+            codec.convert_untrusted(tree, One | Other)
+
+
 def test_an_error_quotes_its_peer_only_bounded_and_printable() -> None:
     with pytest.raises(MalformedRecord) as caught:
         codec.decode_untrusted(voucher(**{"\x1b[2J\n\u202e" + "x" * 5000: 0}), Voucher)
