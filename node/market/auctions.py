@@ -25,6 +25,7 @@ from protocol.machines.auction_types import (
     Acknowledge,
     AuctionEffect,
     AuctionEvent,
+    ForgetLease,
     OfferSigned,
     PublishOffer,
     RefuseCountersignature,
@@ -173,6 +174,8 @@ class ListingAuction:
                 plan.writes.append(lambda tx: tx.records.put(record))
                 plan.change_lease(release.lease, released_at=now)
                 plan.mail.append((renter, sealed, RELEASE_LIFETIME_MS))
+            case ForgetLease(lease):
+                plan.change_lease(lease, state=LeaseState.LAPSED)
             case PublishOffer():
                 return self._plan_offer(plan, auction, now)
             case WithdrawOffer():

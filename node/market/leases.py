@@ -9,8 +9,10 @@ role does, and must be idempotent, since after a restart it is told again.
 """
 
 import enum
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -162,7 +164,7 @@ class Leases:
             if live.is_lost:
                 await self._observe(live)
             if live.is_lost or (last is not None and last.phase is LeasePhase.SETTLED):
-                del self.live[live.row.lease]
+                await self._forget(live)
                 return
             try:
                 await self._ensure_keeper(live)
@@ -173,6 +175,12 @@ class Leases:
                 log.warning("lease.keeper_trouble", lease=live.row.lease.hex(), problem=str(error))
                 await trio.sleep(backoff_s)
                 backoff_s = min(RESTART_MAX_S, backoff_s * 2)
+
+    async def _forget(self, live: LiveLease) -> None:
+        """Follow a settled lease no more. A provider's directory goes; a renter's holds the job's output."""
+        if live.row.role == "provider" and not live.is_lost:
+            await trio.to_thread.run_sync(partial(shutil.rmtree, live.directory, ignore_errors=True))
+        self.live.pop(live.row.lease, None)
 
     async def _ensure_keeper(self, live: LiveLease) -> None:
         if await trio.to_thread.run_sync(holder_of, live.directory) is not None:

@@ -113,7 +113,6 @@ class Lender:
         await self._context.store.transaction(lambda tx: tx.lease_secrets.delete("lease = ?", lease))
 
     async def _abandon(self, live: LiveLease) -> None:
-        await self._leases.save(live, state=LeaseState.LAPSED, outcome="provider_failed")
         try:
             await self._leases.cancel(live.row.lease, FailReason.SANDBOX_FAILED)
         except NodeError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import trio
 
 from node.config import Config
+from node.errors import NodeError
 from node.log import get_logger
 from node.market.bookkeeping import Bookkeeper
 from node.market.buying import Buyer
@@ -42,10 +43,14 @@ from protocol.records import (
     Settlement,
     SettlementAcceptance,
 )
+from protocol.units import DAY_MS
 
 log = get_logger(__name__)
 
 NOTES_MAX = 16
+PRUNE_S = 600.0
+KEEP_PAPERS_MS = DAY_MS
+"""How long the papers of a bid that came to nothing are kept."""
 
 
 class Market:
@@ -90,7 +95,27 @@ class Market:
             for peer in self._context.network.peers():
                 nursery.start_soon(self._on_connect, peer.node)
             task_status.started()
-            await trio.sleep_forever()
+            while True:
+                await self._prune()
+                await trio.sleep(PRUNE_S)
+
+    async def _prune(self) -> None:
+        """Forget the secrets and papers of leases that never began."""
+        now = self._context.clock.now()
+        papers = "kind in ('bid', 'bid_ack', 'award', 'offer', 'countersignature') and at < ?"
+        unused = (
+            "lease is null or lease not in (select lease from leases where state not in ('awarded', 'lapsed'))"
+        )
+        bids = "id not in (select bid_id from leases where state not in ('awarded', 'lapsed'))"
+
+        def write(tx: Transaction) -> None:
+            tx.lease_secrets.delete("expires_at < ?", now)
+            tx.records.delete(f"{papers} and ({unused}) and {bids}", now - KEEP_PAPERS_MS)
+
+        try:
+            await self._context.store.transaction(write)
+        except NodeError as error:
+            log.error("market.not_pruned", problem=str(error))
 
     def note(self, text: str) -> None:
         """Keep a line for the administrator."""

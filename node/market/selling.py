@@ -162,7 +162,7 @@ class Seller:
                 self.inventory.release_claims(free)
         for name, listing in self.inventory.listings().items():
             await self._update_listing(name, listing)
-        for name, desk in self.auctions.items():
+        for name, desk in list(self.auctions.items()):
             if name not in self.inventory.listings():
                 await desk.apply(ListingChanged(desk.auction.listing, {}, frozenset()))
             await desk.apply(PauseChanged(self.is_paused or not desk.auction.units))
@@ -221,7 +221,7 @@ class Seller:
 
     async def reprice(self) -> None:
         """Apply the formula, or the owner's word, to every listing."""
-        for name, desk in self.auctions.items():
+        for name, desk in list(self.auctions.items()):
             prices = self._prices(name)
             if prices is not None:
                 await desk.apply(Repriced(*prices))
@@ -236,12 +236,12 @@ class Seller:
 
     async def refresh_offers(self) -> None:
         """Re-issue every offer before it expires."""
-        for desk in self.auctions.values():
+        for desk in list(self.auctions.values()):
             await desk.apply(OfferRefreshed())
 
     async def open_epoch(self, epoch: int, sells_from: Millis) -> None:
         """Sell only after leases that this database has forgotten."""
-        for desk in self.auctions.values():
+        for desk in list(self.auctions.values()):
             await desk.apply(EpochOpened(max(epoch, desk.auction.epoch + 1), sells_from))
 
     # --- messages of renters --------------------------------------------------------------------------------

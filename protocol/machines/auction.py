@@ -28,6 +28,7 @@ from protocol.machines.auction_types import (
     BidReceived,
     CountersignatureReceived,
     EpochOpened,
+    ForgetLease,
     Hold,
     KeeperFailed,
     KeeperReady,
@@ -147,7 +148,7 @@ def _lapse_holds(auction: Auction, now: Millis) -> AuctionStep:
             lapses=_with_lapse(auction.lapses, hold.renter, now),
         )
         auction, promoted = promote_runners_up(auction, now)
-        effects.extend(promoted)
+        effects.extend((ForgetLease(hold.lease), *promoted))
     return auction, tuple(effects)
 
 
@@ -210,7 +211,7 @@ def _keeper_failed(auction: Auction, event: KeeperFailed, now: Millis) -> Auctio
         return auction, ()
     auction = _without_lease(auction, lease.lease)
     rejection = auction.rejection(lease.bid_id, RejectReason.PROVIDER_FAILED, now, detail=event.detail)
-    return auction, (Reject(lease.renter, rejection), PublishOffer())
+    return auction, (ForgetLease(lease.lease), Reject(lease.renter, rejection), PublishOffer())
 
 
 def _lease_ended(auction: Auction, event: LeaseEnded, now: Millis) -> AuctionStep:
@@ -218,7 +219,7 @@ def _lease_ended(auction: Auction, event: LeaseEnded, now: Millis) -> AuctionSte
     if lease is None:
         return auction, ()
     if lease.phase is LeasePhase.GRANTING:
-        return _without_lease(auction, lease.lease), (PublishOffer(),)
+        return _without_lease(auction, lease.lease), (ForgetLease(lease.lease), PublishOffer())
     release = Release(
         lease=lease.lease,
         entries=_entries(auction, lease.keys),

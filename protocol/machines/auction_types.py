@@ -320,6 +320,12 @@ class SendRelease(msgspec.Struct, frozen=True):
     release: Release
 
 
+class ForgetLease(msgspec.Struct, frozen=True):
+    """Note that the lease never began: its hold lapsed, or its keeper could not be started."""
+
+    lease: bytes
+
+
 class PublishOffer(msgspec.Struct, frozen=True):
     """Sign and gossip the offer as `offer_of` gives it, then report `OfferSigned`."""
 
@@ -336,6 +342,7 @@ AuctionEffect: TypeAlias = (
     | StartKeeper
     | SendGrant
     | SendRelease
+    | ForgetLease
     | PublishOffer
     | WithdrawOffer
 )
