@@ -37,6 +37,7 @@ class ControlGroup(abc.ABC):
 
     def __init__(self, directories: Iterable[Path]) -> None:
         self._directories = tuple(dict.fromkeys(directories))
+        self._kills = 0
 
     @property
     def entries(self) -> tuple[Path, ...]:
@@ -68,10 +69,17 @@ class ControlGroup(abc.ABC):
             raise SandboxError(f"the control group could not be made: {error}") from error
 
     def kill(self) -> None:
-        """Send SIGKILL to everything in the group, once; a frozen group is thawed to let it arrive."""
-        self._put("pids.max", "0")  # no process begins any more, so that killing in rounds comes to an end
-        self.thaw()
+        """Send SIGKILL to everything in the group, once.
+
+        The group is frozen meanwhile: nobody runs on to see the others die, and what is killed has no time to
+        fork. In a second round nobody may fork at all, so that killing in rounds comes to an end.
+        """
+        if self._kills:
+            self._put("pids.max", "0")
+        self._kills += 1
+        self.freeze()
         processes.send(self.pids, signal.SIGKILL)
+        self.thaw()  # on v1 the signal arrives only now
 
     def remove(self) -> bool:
         """Remove the group; False while something is still in it. Idempotent. Raises SandboxError."""

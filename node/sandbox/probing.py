@@ -109,6 +109,8 @@ def hint(complaint: str, root: Path = Path("/")) -> str:
     sysctl = root / "proc/sys"
     if "nknown option" in complaint:
         return "bubblewrap 0.8 or newer is needed: apt install -t stable-backports bubblewrap"
+    if "find source path" in complaint and "Permission denied" in complaint:
+        return "jobs have uids of their own: make every directory above that path passable (chmod o+x)"
     if "proc" in complaint and "mount" in complaint.lower():
         return "in a container: run it with --security-opt systempaths=unconfined (podman: unmask=ALL)"
     for name, bad, mends in (

@@ -99,6 +99,9 @@ def layout(
         args += ["--ro-bind-try", name, name]
     for target, fd in files.items():
         args += ["--perms", "0444", "--file", str(fd), target]
+    # What the configuration shows may lie below these, so they come first.
+    args += ["--perms", "1777", "--size", str(spec.limits.tmp_mib * MIB), "--tmpfs", "/tmp"]
+    args += ["--perms", "0755", "--dir", "/run", "--perms", "0755", "--dir", "/var"]
     visible = [str(path) for path in shown]
     for name in visible:
         args += ["--ro-bind", name, name]
@@ -109,20 +112,6 @@ def layout(
         args += ["--dev-bind", _device(node), node]
     args += ["--perms", "1777", "--size", str(spec.limits.shm_mib * MIB), "--tmpfs", "/dev/shm"]
     args += ["--remount-ro", "/dev"]
-    args += ["--perms", "1777", "--size", str(spec.limits.tmp_mib * MIB), "--tmpfs", "/tmp"]
-    args += [
-        "--perms",
-        "0755",
-        "--dir",
-        "/run",
-        "--perms",
-        "0755",
-        "--dir",
-        "/var",
-        "--symlink",
-        "/tmp",
-        "/var/tmp",
-    ]
     for source, target in spec.read_only_mounts:
         args += ["--ro-bind", source, _free(target)]
     return [*args, "--bind", job_dir, JOB_DIR, "--remount-ro", "/", "--chdir", inside(spec.workdir)]
