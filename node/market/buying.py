@@ -31,6 +31,7 @@ from protocol.machines import purchase as machine
 from protocol.machines.purchase import Phase, Purchase
 from protocol.matching import Candidate, match
 from protocol.records import Award, Bid, BidAck, BidRejected, Countersignature, Offer, Refusal
+from protocol.units import format_duration, format_price
 
 log = get_logger(__name__)
 
@@ -248,7 +249,11 @@ class Buyer:
             return
         now = self._context.clock.now()
         retry_in_ms = None if rejected.retry_at is None else rejected.retry_at - now
-        event = machine.BidFailed(rejected.bid_id, rejected.reason, rejected.detail, retry_in_ms)
+        again = "" if retry_in_ms is None else f"; to be tried again in {format_duration(max(0, retry_in_ms))}"
+        detail = (
+            f"{rejected.detail or 'no reason given'}; the price is {format_price(rejected.price_now)} now{again}"
+        )
+        event = machine.BidFailed(rejected.bid_id, rejected.reason, detail, retry_in_ms)
         await self._step(job, event)
 
     async def on_award(self, sealed: Sealed[Award]) -> Refusal | None:

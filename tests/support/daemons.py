@@ -6,6 +6,7 @@ directory. Waiting is on state (an RPC's answer), with a bound; never on log tex
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -231,7 +232,9 @@ class Daemons:
         environment: Mapping[str, str] | None = None,
     ) -> TestDaemon:
         """Return a daemon of the network `demo`, not started; `lend`: TOML of [lend], when it is a provider."""
-        settings = '[network]\nname = "demo"\nlisten = ["/ip4/127.0.0.1/tcp/0"]\n[tunnel]\nbind = "127.0.0.1"\n'
+        # A port of its own, not port 0: a daemon that is restarted must be found where it was.
+        listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
+        settings = f'[network]\nname = "demo"\nlisten = ["{listen}"]\n[tunnel]\nbind = "127.0.0.1"\n'
         if lend or devices:
             settings += f'[lend]\nenabled = true\nidle_after = "0s"\n{lend}\n'
         daemon_ = TestDaemon(self.folder, name, settings + extra + devices, environment)
@@ -268,6 +271,13 @@ class Daemons:
                     ):
                         found.append(int(process.name))
         return found
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
