@@ -11,7 +11,8 @@ from node.rpc.methods import jobs
 
 LINES = 60
 LINE_INTERVAL_S = 0.03
-SCRIPT = f"i=0; while [ $i -lt {LINES} ]; do echo line $i; i=$((i+1)); sleep {LINE_INTERVAL_S}; done; echo end > out.txt"
+COUNT = f"i=0; while [ $i -lt {LINES} ]; do echo line $i; i=$((i+1)); sleep {LINE_INTERVAL_S}; done"
+SCRIPT = f"{COUNT}; echo end > out.txt"
 EXPECTED = b"".join(b"line %d\n" % number for number in range(LINES))
 JOB_S = 4.0
 """About how long a job takes from submission to its end: kills are spread over it."""
@@ -20,7 +21,7 @@ JOB_S = 4.0
 def run_and_kill(
     renter: TestDaemon, victims: list[TestDaemon], choose: random.Random, local: str
 ) -> jobs.JobEntry:
-    """Run one job, kill -9 and restart each of `victims` at a random moment of it; return the job when it is final.
+    """Run one job, kill -9 and restart each of `victims` at a random moment of it; return the ended job.
 
     Asserts that the job completed, that its log has no gap, that its output is here, and that both sides hold the
     same receipt.
