@@ -29,6 +29,7 @@ DIAGNOSTICS_SIZE_MAX = 8_192
 
 _JOIN = f"""
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift
+unset PWD OLDPWD
 echo {OOM_SCORE} > /proc/self/oom_score_adj
 ulimit -c 0; ulimit -n {FILES_OPEN_MAX} 2>/dev/null
 """

@@ -132,7 +132,7 @@ def children() -> set[int]:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def groups() -> list[str]:
@@ -148,7 +148,10 @@ def groups() -> list[str]:
     ]
 
 
+def nothing() -> int:
+    """Return a descriptor of /dev/null; the caller closes it."""
+    return os.open(os.devnull, os.O_RDWR)
+
+
 def loop_devices(image: Path) -> str:
-    return subprocess.run(
-        ["losetup", "-j", str(image)], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return subprocess.run(["losetup", "-j", str(image)], capture_output=True, text=True, check=True).stdout.strip()

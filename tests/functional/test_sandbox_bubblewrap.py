@@ -1,5 +1,6 @@
 """Jobs in the bubblewrap tier, run for real: how they end, what limits them, what they leave behind (nothing)."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from sandbox_jobs import JOB_UID, LIMITS, Bench, Output, children, descriptors, groups, needs_jobs, until
+from sandbox_jobs import JOB_UID, LIMITS, Bench, Output, children, descriptors, groups, needs_jobs, nothing, until
 
 from node.errors import SandboxError
 from node.ports import EndReason, JobEnd, SandboxLimits
@@ -69,7 +70,7 @@ async def test_the_environment_is_ours_and_the_jobs_own(bench: Bench) -> None:
 
 
 async def test_python_and_bash_work_inside(bench: Bench) -> None:
-    source = "import ssl, sqlite3, json, pwd, os, socket; print(pwd.getpwuid(os.getuid()).pw_dir, os.path.expanduser('~'))"
+    source = "import ssl, sqlite3, pwd, os; print(pwd.getpwuid(os.getuid()).pw_dir, os.path.expanduser('~'))"
     end, text = await bench.python(source)
     assert (end.status, text) == (0, "/job /job\n")
     _, text = await bench.run("bash", "-c", "echo $BASH_VERSION | wc -l; echo x | awk '{print $1}'; hostname")
@@ -116,7 +117,9 @@ async def test_a_memory_hog_is_killed_and_said_to_be_one(bench: Bench) -> None:
 
 async def test_shared_memory_counts_as_the_jobs_memory(bench: Bench) -> None:
     big = SandboxLimits(cpus_milli=1_000, memory_mib=32, pids=24, shm_mib=1_000, tmp_mib=1_000)
-    end, _ = await bench.run("dd", "if=/dev/zero", "of=/dev/shm/x", "bs=1M", "count=100", "status=none", limits=big)
+    end, _ = await bench.run(
+        "dd", "if=/dev/zero", "of=/dev/shm/x", "bs=1M", "count=100", "status=none", limits=big
+    )
     assert end.reason is EndReason.OUT_OF_MEMORY
 
 
@@ -130,7 +133,9 @@ async def test_temporary_space_is_limited(bench: Bench, place: str, size_mib: in
 
 async def test_cpu_time_is_limited_and_measured(bench: Bench) -> None:
     half = SandboxLimits(cpus_milli=500, memory_mib=96, pids=24, shm_mib=2, tmp_mib=4)
-    source = "import time\nw = time.monotonic()\nwhile time.process_time() < 0.3: pass\nprint(time.monotonic() - w)"
+    source = (
+        "import time\nw = time.monotonic()\nwhile time.process_time() < 0.3: pass\nprint(time.monotonic() - w)"
+    )
     job, output = await bench.start("python3", "-I", "-c", source, limits=half)
     await job.wait()
     # No upper bound: the machine may be busy. But 0.3 s of CPU cannot take less than about 0.55 s at half a CPU.
@@ -235,12 +240,11 @@ async def test_execute_runs_inside_the_same_walls(bench: Bench) -> None:
         "cat /tmp/mine; id -u; grep -E '^(Seccomp|NoNewPrivs|CapBnd|CapEff)' /proc/self/status; hostname; pwd; "
         "echo $KEY; ls /proc/self/fd | wc -l; unshare --user true 2>/dev/null || echo no-namespace; exit 5"
     )
-    with open(os.devnull) as nothing:
-        argv = ("sh", "-c", source)
-        assert await job.execute(argv, nothing.fileno(), said.write_end, said.write_end) == 5
-        said.close_write_end()
-        text = await said.rest()
-        assert await job.execute(("no-such-command",), nothing.fileno(), nothing.fileno(), nothing.fileno()) == 127
+    null = nothing()
+    assert await job.execute(("sh", "-c", source), null, said.write_end, said.write_end) == 5
+    said.close_write_end()
+    text = await said.rest()
+    assert await job.execute(("no-such-command",), null, null, null) == 127
     lines = [line.split() for line in text.splitlines()]
     assert lines[:2] == [["of-the-job"], ["1000"]]
     assert sorted(lines[2:7]) == sorted(
@@ -257,33 +261,34 @@ async def test_execute_runs_inside_the_same_walls(bench: Bench) -> None:
     said.close()
     output.close()
     with pytest.raises(SandboxError, match="ended"):
-        await job.execute(("true",), 0, 1, 2)
+        await job.execute(("true",), null, null, null)
+    os.close(null)
 
 
 async def test_an_executed_command_ends_with_its_caller_and_with_the_job(bench: Bench) -> None:
     job, output = await bench.start("sleep", "1000")
     said = Output()
+    null = nothing()
     statuses = []
-    with open(os.devnull) as nothing:
 
-        async def execute() -> None:
-            argv = ("sh", "-c", "echo ready; sleep 1000")
-            statuses.append(await job.execute(argv, nothing.fileno(), said.write_end, said.write_end))
+    async def execute() -> None:
+        statuses.append(await job.execute(("sh", "-c", "echo ready; sleep 1000"), null, said.write_end, null))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(execute)
-            await said.until(b"ready")
-            nursery.cancel_scope.cancel()
-        said.text = b""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(execute)
-            await said.until(b"ready")
-            await job.kill()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(execute)
+        await said.until(b"ready")
+        nursery.cancel_scope.cancel()
+    said.text = b""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(execute)
+        await said.until(b"ready")
+        await job.kill()
     assert statuses == [137]
     said.close_write_end()
     assert await said.rest() == "ready\n"
     said.close()
     output.close()
+    os.close(null)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +346,11 @@ async def test_configured_paths_devices_and_mounts_are_shown_read_only(bench: Be
     library.write_text("of the driver\n")
     bench.sandbox = BubblewrapSandbox(environments={"lab": (public_dir / "tools",)})
     _, text = await bench.run(
-        *("sh", "-c", 'trainer; cat /run/driver; echo x > /run/driver; echo x > "$0"; stat -c %F /dev/loop-control'),
+        *(
+            "sh",
+            "-c",
+            'trainer; cat /run/driver; echo x > /run/driver; echo x > "$0"; stat -c %F /dev/loop-control',
+        ),
         str(trainer),
         environment="lab",
         device_nodes=("/dev/loop-control",),
@@ -397,10 +406,11 @@ async def test_the_job_of_a_keeper_killed_by_force_is_swept(bench: Bench, state:
     name = f"test-{os.getpid()}-orphan"
     argv = [sys.executable, "-c", KEEPER, str(bench.root), str(JOB_UID), str(Path(__file__).parent), name, state]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment) as keeper:
+    async with trio.open_nursery() as nursery:
+        run = functools.partial(trio.run_process, argv, stdout=subprocess.PIPE, env=environment, check=False)
+        keeper: trio.Process = await nursery.start(run)
         assert keeper.stdout is not None
-        line = await trio.to_thread.run_sync(keeper.stdout.readline)
-        assert line == b"running\n"
+        assert await keeper.stdout.receive_some() == b"running\n"
         assert groups() != []
         keeper.kill()
     await bench.sandbox.sweep(name)  # type: ignore[attr-defined]
