@@ -25,6 +25,8 @@ STOP_S_MAX = 20.0
 BASE_SIZE_MAX = 60
 """Sockets lie below the temporary folder, and their paths end at 107 bytes."""
 NOT_INHERITED = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+DOCTOR_FINDINGS = 1
+"""Exit status of `gpunode doctor` when something on the machine is wrong."""
 DEMO_DEVICE = '[[simulated_device]]\nmodel = "Simulated A100"\nmemory = "40G"\n'
 
 
@@ -76,11 +78,11 @@ class Daemon:
             )
         self.wait_for("answers", lambda: self.query("status"))
 
-    def query(self, *arguments: str) -> dict[str, Any] | None:
-        """Return what a command says with --json; None when it fails."""
+    def query(self, *arguments: str, accepted: tuple[int, ...] = (0,)) -> dict[str, Any] | None:
+        """Return what a command says with --json; None when it ends with another status than `accepted`."""
         command = [GPUNODE, *arguments, "--json"]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
+        if done.returncode not in accepted:
             return None
         answer = json.loads(done.stdout)
         return answer if isinstance(answer, dict) else None
@@ -192,8 +194,8 @@ def wait_for_offers(daemon: Daemon, count: int = 1) -> None:
 
 def sandbox_problem(daemon: Daemon) -> str:
     """Return why the default sandbox does not work on this machine, or "", as the doctor finds it."""
-    report: Mapping[str, Any] = daemon.query("doctor") or {"checks": []}
+    report: Mapping[str, Any] = daemon.query("doctor", accepted=(0, DOCTOR_FINDINGS)) or {"checks": []}
     for check in report["checks"]:
         if check["name"] == "sandbox.bubblewrap":
-            return check["detail"] if check["status"] == "fail" else ""
+            return "" if check["status"] == "ok" else str(check["detail"])
     return "the doctor does not know"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from node import __version__
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,3 +64,7 @@ def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_payload().startswith("# gpunode")
+
+
+def test_wheel_and_program_tell_the_same_version(wheel: zipfile.ZipFile) -> None:
+    assert message_from_string(read_metadata(wheel, "METADATA"))["Version"] == __version__
