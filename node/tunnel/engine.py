@@ -33,6 +33,8 @@ from node.tunnel.limits import (
     CRYPTO_GAPS_MAX,
     CRYPTO_STREAM_SIZE_MAX,
     DATAGRAM_SIZE_MIN,
+    FAREWELL_MS,
+    FAREWELLS_FREE,
     LIMITS,
     REASON_SIZE_MAX,
     STREAM_GAPS_MAX,
@@ -82,6 +84,8 @@ def _configure(identity: TunnelIdentity, limits: TunnelLimits, *, is_client: boo
 class QuicEngine(QuicConnection):
     """One side of a tunnel. Implements `seam.Engine`; made by `dialling` and `answering`."""
 
+    _close_at: float | None
+
     def __init__(
         self,
         identity: TunnelIdentity,
@@ -105,12 +109,15 @@ class QuicEngine(QuicConnection):
         self._consumed: dict[int, int] = {}
         self._key_phase = 0
         self._key_first_packet = 0
+        self._was_heard = False
+        self._heard_at: float | None = None
         self._ping_at: float | None = None
         self._pings_sent = 0
         self._open_by: float | None = None
         self._ended_by: EndedBy | None = None
         self._farewell: list[Datagram] = []
         self._farewell_due = False
+        self._farewell_until: float | None = None
         self._datagrams_after_farewell = 0
 
     @classmethod
@@ -163,12 +170,12 @@ class QuicEngine(QuicConnection):
     @property
     def was_heard(self) -> bool:
         """See `seam.Engine`."""
-        return self._state is not QuicConnectionState.FIRSTFLIGHT
+        return self._was_heard
 
     @property
     def is_over(self) -> bool:
         """See `seam.Engine`."""
-        return self._state is QuicConnectionState.TERMINATED
+        return self._state is QuicConnectionState.TERMINATED and self._farewell_until is None
 
     @property
     def ending(self) -> Ending | None:
@@ -190,17 +197,19 @@ class QuicEngine(QuicConnection):
 
     def receive_datagram(self, data: bytes, address: Address, now: float) -> None:
         """See `seam.Engine`."""
-        if self._state is QuicConnectionState.CLOSING:
-            # The peer may have missed our close: repeat it on its 1st, 2nd, 4th, 8th ... datagram (RFC 9000,
-            # section 10.2.1, wants a limited rate).
+        if self._farewell_until is not None:
+            # The peer may have missed our close: repeat it, at a falling rate (RFC 9000, section 10.2.1).
             self._datagrams_after_farewell += 1
-            self._farewell_due = self._datagrams_after_farewell.bit_count() == 1
+            count = self._datagrams_after_farewell
+            self._farewell_due = count <= FAREWELLS_FREE or count.bit_count() == 1
             return
         if self._open_by is None and not self._is_client:
             self._open_by = now + self._limits.handshake_ms / 1000
         idle_at = self._close_at
         super().receive_datagram(data, address, now=now)
+        self._was_heard |= self._state is not QuicConnectionState.FIRSTFLIGHT
         if self._close_at != idle_at:  # something valid was heard
+            self._heard_at = now
             self._ping_at = now + self._limits.keepalive_ms / 1000
         if self._state is QuicConnectionState.DRAINING and self._ended_by is None:
             self._ended_by = EndedBy.PEER
@@ -216,6 +225,8 @@ class QuicEngine(QuicConnection):
         datagrams: list[Datagram] = super().datagrams_to_send(now=now)
         if is_closing:
             self._farewell = datagrams
+            if self._was_heard:
+                self._farewell_until = now + FAREWELL_MS / 1000
         elif self._handshake_confirmed:
             self._update_key_if_due()
         if len(self._consumed) > len(self._streams):
@@ -224,16 +235,27 @@ class QuicEngine(QuicConnection):
 
     def get_timer(self) -> float | None:
         """See `seam.Engine`."""
-        if self._close_at is None:  # before the first datagram, or over
-            return None
+        if self._close_at is None:  # before the first datagram, or ended
+            return self._farewell_until
         timer: float = super().get_timer()
-        own = self._ping_at if self._handshake_confirmed else self._open_by
-        return timer if own is None or self._close_event is not None else min(timer, own)
+        return timer if self._close_event is not None else min((timer, *self._own_timers()))
+
+    def _own_timers(self) -> tuple[float, ...]:
+        if not self._handshake_confirmed:
+            return () if self._open_by is None else (self._open_by,)
+        if self._heard_at is None or self._ping_at is None:
+            return ()
+        # aioquic's own idle timer starts again when we send, so a PING without an answer would prolong it.
+        return (self._ping_at, self._heard_at + self._limits.idle_ms / 1000)
 
     def handle_timer(self, now: float) -> None:
         """See `seam.Engine`."""
+        if self._farewell_until is not None and now >= self._farewell_until:
+            self._farewell_until = None
         if self._close_at is None:
             return
+        if self._handshake_confirmed and self._heard_at is not None and self._close_event is None:
+            self._close_at = min(self._close_at, self._heard_at + self._limits.idle_ms / 1000)
         if now >= self._close_at and self._close_event is None:
             self._ended_by = EndedBy.SILENCE
         super().handle_timer(now=now)

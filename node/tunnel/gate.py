@@ -1,9 +1,9 @@
 """What to do with a datagram that belongs to no connection: ignore it, ask for a token, or begin a handshake.
 
-Anyone can send these, from any forged address, so garbage costs a few comparisons and nothing is remembered for it.
+Anyone can send these, from any forged address, so garbage costs a few comparisons and is not remembered.
 Handshakes under way are counted, and once there are many, a stranger must first show that it receives at the
-address it claims (a Retry token, RFC 9000, section 8.1.2). Whoever's address a forger uses is not shut out by that:
-with a token it has a count of its own. Refuses IO, clocks, and to judge identities: `mutual` does.
+address that it claims (a Retry token, RFC 9000, section 8.1.2). Whoever's address a forger uses is not shut out by
+that: with a token it has a count of its own. Refuses IO, clocks, and to judge identities: `mutual` does.
 """
 
 import ipaddress

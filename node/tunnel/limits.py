@@ -18,6 +18,10 @@ CRYPTO_GAPS_MAX = 16
 """Most holes in a peer's TLS bytes: without a bound, filling 1-byte holes costs quadratic time."""
 STREAM_GAPS_MAX = 2048
 """Most holes in one stream. A 1 MiB window of full packets with every second one lost has 450."""
+FAREWELL_MS = 3_000
+"""How long a closed connection still answers with its close, for a peer that has missed it."""
+FAREWELLS_FREE = 8
+"""How many datagrams of such a peer are answered each; after that only the 16th, 32nd, 64th ..."""
 REASON_SIZE_MAX = 200
 """Longest reason, in bytes, that we send or show."""
 
