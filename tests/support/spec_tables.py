@@ -25,6 +25,8 @@ _TEXTS[None] = "text"
 _TEXTS[r"^[^\x00]*$"] = "text without NUL"
 
 
+_WORDS_MAX = 3
+"""A field of few words names them; one of more has a table of its own."""
 _INTEGERS = {
     (0, int(units.PRICE_MAX)): "price",
     (0, int(units.AMOUNT_MAX)): "amount",
@@ -76,7 +78,11 @@ def type_text(info: inspect.Type) -> str:
             return "null"
         case inspect.EnumType():
             assert issubclass(info.cls, enum.StrEnum)
+            if len(info.cls) <= _WORDS_MAX:
+                return " or ".join(f'"{word}"' for word in info.cls)
             return info.cls.__name__
+        case inspect.LiteralType():
+            return " or ".join(f'"{word}"' for word in info.values)
         case inspect.VarTupleType():
             return f"list {_size(info.min_length, info.max_length)} of {type_text(info.item_type)}"
         case inspect.DictType():

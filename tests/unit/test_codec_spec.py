@@ -1,7 +1,9 @@
 """contrib/spec.md says what the code does: its tables and its examples are computed again here."""
 
+import enum
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support.signers import signer
@@ -13,12 +15,13 @@ from node.market.context import TRADE_PROTOCOL
 from node.swarm.gossip import topic_name
 from node.swarm.hello import HELLO_PROTOCOL
 from node.swarm.requests import protocol_name
-from protocol import codec, records
+from protocol import codec, frames, manifest, records
 from protocol.book import CLOCK_SKEW_MAX_MS, CLOCK_TOLERANCE_MS
 from protocol.envelope import ENVELOPE_SIZE_MAX, KINDS, Envelope, open_untrusted, seal
 from protocol.identity import lease_id, network_id, peer_id
 from protocol.machines.admission import SKEW_MAX_MS
 from protocol.machines.auction_types import HOLD_MS
+from protocol.machines.lease import FailReason, LeasePhase
 from protocol.pricing import clock_price, lifted, time_of_price
 from protocol.records import Curve, RejectReason, Voucher
 from protocol.records.fields import DURATION_MAX_MS, MILLIS_MAX
@@ -27,10 +30,11 @@ from protocol.records.lease import CommittedTerms
 from protocol.units import DAY_MS, MINUTE_MS, Millis
 
 SPEC = (Path(__file__).parents[2] / "contrib" / "spec.md").read_text()
-STRUCTS = {Envelope, CommittedTerms} | {
+STRUCTS = {Envelope, CommittedTerms, frames.OutputTold} | {
     value for name in records.__all__ if hasattr(value := getattr(records, name), "__struct_fields__")
 }
 KIND_OF = {record_type: kind for kind, record_type in KINDS.items()}
+FRAMES = {str(frame.__struct_config__.tag): frame for frame in get_args(frames.Frame)}
 NONCE = bytes(range(16))
 
 
@@ -56,9 +60,35 @@ def test_every_field_table_is_that_of_the_code(record_type: type) -> None:
     assert all(row[3] for row in written)
 
 
-def test_every_kind_and_every_reason_is_described() -> None:
+@pytest.mark.parametrize("tag", sorted(FRAMES))
+def test_every_table_of_a_frame_is_that_of_the_code(tag: str) -> None:
+    fields, text = rows(FRAMES[tag]), section(f"frame `{tag}`")
+    written = cells(text) if fields else []
+    assert [tuple(row[:3]) for row in written] == fields
+    assert fields or text.strip() == "Nothing more."
+
+
+def test_every_frame_has_its_stream() -> None:
+    streams = {row[0]: row[1:] for row in cells(section("The tunnel"))}
+    for opener, sides in {
+        "control": (frames.ToProvider, frames.ToRenter),
+        "bulk": (),
+        "log": ((), frames.FromLog),
+        "shell": (frames.ShellInput, frames.FromShell),
+    }.items():
+        for text, side in zip(streams.pop(opener), sides, strict=False):
+            tags = {str(frame.__struct_config__.tag) for frame in get_args(side) or ([side] if side else [])}
+            assert set(re.findall(r"`?(\w+)`?(?:, |$)", text)) == tags
+    assert streams == {}
+
+
+@pytest.mark.parametrize("words", [RejectReason, LeasePhase, FailReason])
+def test_every_word_is_described(words: type[enum.StrEnum]) -> None:
+    assert [row[0] for row in cells(section(words.__name__))] == [word.value for word in words]
+
+
+def test_every_kind_is_described() -> None:
     assert set(re.findall(r"^### `(\w+)`$", SPEC, re.MULTILINE)) == set(KINDS)
-    assert [row[0] for row in cells(section("RejectReason"))] == [reason.value for reason in RejectReason]
 
 
 def example(name: str) -> str:
@@ -122,6 +152,9 @@ def test_the_constants_in_the_text() -> None:
     assert f"up to {CLOCK_SKEW_MAX_MS // MINUTE_MS} minutes ahead of your clock" in text
     assert f"ahead by up to {CLOCK_TOLERANCE_MS // 1000} seconds is no difference" in text
     assert f"no more than {SKEW_MAX_MS // 1000} s ahead of the provider's clock" in text
+    assert f"length, at most {frames.FRAME_SIZE_MAX}, and canonical CBOR" in text
+    assert f"At most {manifest.MANIFEST_SIZE_MAX} bytes, {manifest.ENTRIES_MAX} entries" in text
+    assert f"{manifest.CHUNKS_MAX} chunks of at most {manifest.CHUNK_SIZE_MAX} bytes" in text
     assert f"devices are held for {HOLD_MS // 1000} s" in text
 
 
