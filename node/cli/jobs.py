@@ -52,9 +52,9 @@ def complete_job(context: click.Context, parameter: click.Parameter, incomplete:
 )
 @json_option
 def jobs(job: str | None, all_users: bool, unfinished: bool, limit: int, as_json: bool) -> None:
-    """List jobs, newest first, or show one.
+    """List jobs, or show one.
 
-    JOB is a job's id or name, a unique prefix of either, or - for the last one.
+    Newest first. JOB is a job's id or name, a unique prefix of either, or - for the last one.
     """
     if job is not None:
         detail = call(api.SHOW, api.JobParams(job=job))

@@ -46,7 +46,10 @@ def quote(time_ms: int, as_json: bool, **given: Any) -> int:  # noqa: ANN401 - t
 @click.argument("model", default="")
 @json_option
 def offers(model: str, as_json: bool) -> None:
-    """List the live offers, of MODEL or of all, cheapest first."""
+    """List the live offers.
+
+    Of MODEL, or of all; cheapest first.
+    """
     found = call(market.OFFERS, market.OffersListParams(model=model))
     if as_json:
         print_json(found)

@@ -45,13 +45,24 @@ COMMANDS: Mapping[str, Entry] = {
     "doctor": Entry("This machine", "doctor:doctor", "Check this machine, and say how to mend it."),
     "config": Entry("This machine", "config:config", "Show and check the configuration."),
     "uninstall": Entry("This machine", "uninstall:uninstall", "Remove what scripts/install installed."),
-    "rpc": Entry("This machine", "rpc:rpc", "Call a method of the daemon's interface."),
+    "rpc": Entry("This machine", "rpc:rpc", "Call METHOD of the daemon's interface."),
     "completion": Entry("This machine", "completion:completion", "Print the completion script of a shell."),
 }
 
 
+class _PipeClosed(Exception):
+    """Whoever read our output has gone."""
+
+
 class LazyGroup(click.Group):
     """A group that imports a command when it is asked for."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Carry out the command; click itself would end the process when a pipe is closed."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise _PipeClosed from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help."""
@@ -100,11 +111,13 @@ def run(arguments: Sequence[str], environ: MutableMapping[str, str]) -> int:
         sys.stdout.flush()
     except click.exceptions.Exit as exited:
         return exited.exit_code
+    except SystemExit as exited:  # a shell asked for completions
+        return exited.code if isinstance(exited.code, int) else 0
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone; nothing may be written at exit either.
+    except (_PipeClosed, BrokenPipeError):
+        # Nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except click.ClickException as error:

@@ -25,10 +25,10 @@ def _complete(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.argument("params", required=False)
 @json_option
 def rpc(method: str | None, params: str | None, as_json: bool) -> None:
-    """Call METHOD of the daemon's interface, with PARAMS as a JSON object.
+    """Call METHOD of the daemon's interface.
 
-    Prints the result as JSON; of a subscription every item, one a line. Without METHOD lists the methods; the
-    whole interface is described by: gpunode rpc rpc.discover
+    PARAMS is a JSON object. Prints the result as JSON; of a subscription every item, one a line. Without METHOD
+    lists the methods; the whole interface is described by: gpunode rpc rpc.discover
     """
     if method is None:
         _list_methods(as_json=as_json)
