@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import trio
 
+from node.config import DEMO_NETWORK
 from node.errors import NodeError
 from node.log import get_logger
 from node.market.auctions import OFFERS_TOPIC
@@ -100,21 +101,31 @@ class Bookkeeper:
             return GossipVerdict.REJECT
         if not isinstance(sealed.record, Offer | Withdrawal):
             return GossipVerdict.REJECT
-        # Only now: a copy with a bad signature must not make us deaf to the original.
-        self._seen[name] = None
-        if len(self._seen) > SEEN_MAX:
-            self._seen.popitem(last=False)
+        if (
+            isinstance(sealed.record, Offer)
+            and sealed.record.simulated
+            and self._context.network_name != DEMO_NETWORK
+        ):
+            return GossipVerdict.REJECT
         if sealed.signer == self._context.node:
             return GossipVerdict.IGNORE
         return self._insert(sealed)
+
+    def _remember(self, record_id: bytes) -> None:
+        """Drop further copies unseen. Only what was verified and judged for good is remembered."""
+        self._seen[record_id] = None
+        if len(self._seen) > SEEN_MAX:
+            self._seen.popitem(last=False)
 
     def _insert(self, sealed: Statement) -> GossipVerdict:
         result = self.book.insert(sealed, self._context.clock.now())
         match result:
             case Inserted() | Superseded():
+                self._remember(sealed.id)
                 self._wake()
                 return GossipVerdict.ACCEPT
             case Duplicate() | Stale():
+                self._remember(sealed.id)
                 return GossipVerdict.IGNORE
             case Refused():
                 log.info("book.refused", provider=sealed.signer.hex(), problem=result.detail)

@@ -27,6 +27,8 @@ from protocol.units import Millis
 log = get_logger(__name__)
 
 OFFERS_MAX = 4
+OFFERS_SIZE_MAX = 24 * 1024
+"""Bytes of offers in one answer, which is a record of at most 64 KiB; grants come on top."""
 T = TypeVar("T")
 
 
@@ -59,7 +61,13 @@ class Recollection:
 
     async def answer(self, query: Sealed[OwnRecordsQuery]) -> CounterpartyGrants:
         """Tell a peer what we hold of its own records."""
-        offers = [offer.data for offer in self._book.book.offers_of(query.signer)][:OFFERS_MAX]
+        known = sorted(self._book.book.offers_of(query.signer), key=lambda offer: -offer.record.sequence)
+        offers, size = [], 0
+        for offer in known[:OFFERS_MAX]:
+            size += len(offer.data)
+            if size > OFFERS_SIZE_MAX:
+                break
+            offers.append(offer.data)
 
         def read(tx: Transaction) -> list[bytes]:
             rows = tx.records.where(
