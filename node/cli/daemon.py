@@ -189,7 +189,7 @@ def _device_row(device: lend.DeviceEntry, now: int) -> tuple[str, ...]:
         "" if device.reserve is None else format_price(device.reserve),
         short_peer(lease.renter) if lease else "",
         format_age(lease.until - now) if lease else "",
-        ": ".join(note for note in notes if note),
+        ", ".join(note for note in notes if note),
     )
 
 
@@ -210,7 +210,7 @@ def print_jobs_of_status(found: daemon.DaemonStatus) -> None:
                 format_age(found.now - job.created_at),
                 format_amount(job.cost),
                 format_command(job.command, 40),
-                ": ".join(note for note in (simulated_mark(job.simulated), job.detail) if note),
+                ", ".join(note for note in (simulated_mark(job.simulated), job.detail) if note),
             )
             for job in found.jobs
         ),

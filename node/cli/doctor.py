@@ -40,32 +40,30 @@ def doctor(config_path: Path | None, settings: tuple[str, ...], as_json: bool) -
     return EXIT_FINDINGS if failed else 0
 
 
-def _all_checks(config_path: Path | None, settings: tuple[str, ...]) -> "list[daemon.Check]":
+def _all_checks(config_path: Path | None, settings: tuple[str, ...]) -> list[daemon.Check]:
     from node.config import load_with_origins
 
-    found, daemon_runs = _daemon_checks()
+    found, its_config = _daemon_checks()
+    path = config_path or (Path(its_config) if its_config else None)
     try:
-        loaded = load_with_origins(split_settings(settings), os.environ, config_path)
+        loaded = load_with_origins(split_settings(settings), os.environ, path)
     except ConfigError as error:
         return [finding("config", FAIL, str(error), error.hint), *found]
     named = str(loaded.path) if loaded.path else "no file: defaults"
-    return [
-        finding("config", OK, named),
-        *local_checks(loaded.config, daemon_runs=daemon_runs),
-        *found,
-    ]
+    return [finding("config", OK, named), *local_checks(loaded.config, daemon_runs=its_config is not None), *found]
 
 
-def _daemon_checks() -> tuple[list[daemon.Check], bool]:
-    """Return what the daemon reports of itself, and whether one runs."""
+def _daemon_checks() -> tuple[list[daemon.Check], str | None]:
+    """Return what the daemon reports of itself, and its configuration file or ""; None when no daemon runs."""
     try:
         with connect() as client:
-            found = client.call(daemon.DOCTOR, Nothing())
-            return [finding("daemon", OK, f"answers at {client.path}"), *found.checks], True
+            found = client.call(daemon.DOCTOR, Nothing()).checks
+            its_config = client.call(daemon.STATUS, Nothing()).config_path
+            return [finding("daemon", OK, f"answers at {client.path}"), *found], its_config
     except DaemonUnreachable as error:
-        return [finding("daemon", WARN, str(error), error.hint)], False
+        return [finding("daemon", WARN, str(error), error.hint)], None
     except NodeError as error:
-        return [finding("daemon", FAIL, str(error), error.hint)], True
+        return [finding("daemon", FAIL, str(error), error.hint)], ""
 
 
 def _print(check: daemon.Check) -> None:

@@ -82,7 +82,7 @@ def _row(entry: api.JobEntry) -> tuple[str, ...]:
         format_amount(entry.cost),
         f"{entry.quantity} x {entry.model}" if entry.quantity > 1 else entry.model,
         format_command(entry.command, 40),
-        ": ".join(note for note in notes if note),
+        ", ".join(note for note in notes if note),
     )
 
 

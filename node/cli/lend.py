@@ -93,7 +93,9 @@ def pause(duration_ms: int | None, as_json: bool) -> None:
     _show(call(api.PAUSE, api.PauseParams(duration_ms=duration_ms)), as_json=as_json)
 
 
-@lend.command(help=f"Take GPUs back from their renters, after the notice that they were promised. {DEVICES_HELP}")
+@lend.command(
+    help=f"Take GPUs back from their renters, after the promised notice; not lent until `lend on`. {DEVICES_HELP}"
+)
 @click.argument("gpus", nargs=-1, metavar="[GPU]...")
 @click.option("--all", "everything", is_flag=True, help="All GPUs of this machine.")
 @click.option("--now", is_flag=True, help="Without notice: renters get the refund that the offer states.")
@@ -114,10 +116,11 @@ def reclaim(gpus: tuple[str, ...], everything: bool, now: bool, yes: bool, as_js
     if as_json:
         print_json(found)
     elif not found.leases:
-        say("no lease was in the way; keep them with: gpunode lend off")
+        say("no lease was in the way; not lent any more, until: gpunode lend on")
     else:
         until = f"; free by {format_time(found.free_at)}" if found.free_at is not None else ""
         say(f"interrupting {', '.join(short_hash(lease) for lease in found.leases)}{until}")
+        say("not lent any more, until: gpunode lend on")
     return 0
 
 

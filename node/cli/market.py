@@ -73,5 +73,5 @@ def _row(offer: market.OfferEntry) -> tuple[str, ...]:
         format_price(offer.reserve),
         "/".join(part for part in (offer.region, offer.site) if part),
         ",".join(offer.isolation),
-        ": ".join(note for note in (simulated_mark(offer.simulated), "own" if offer.own else "") if note),
+        ", ".join(note for note in (simulated_mark(offer.simulated), "own" if offer.own else "") if note),
     )

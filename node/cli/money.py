@@ -139,7 +139,7 @@ def _receipt_row(receipt: api.ReceiptEntry) -> tuple[str, ...]:
         str(receipt.quantity),
         format_amount(receipt.amount),
         receipt.outcome.replace("_", " "),
-        ": ".join(note for note in (simulated_mark(receipt.simulated), signed) if note),
+        ", ".join(note for note in (simulated_mark(receipt.simulated), signed) if note),
     )
 
 

@@ -55,7 +55,7 @@ def _row(candidate: market.Candidate) -> tuple[str, ...]:
         format_amount(candidate.hourly),
         format_amount(candidate.total),
         ",".join(offer.isolation),
-        ": ".join(note for note in (simulated_mark(offer.simulated), late) if note),
+        ", ".join(note for note in (simulated_mark(offer.simulated), late) if note),
     )
 
 

@@ -293,10 +293,8 @@ def test_cli_fetch_waits_until_outputs_are_here(canned: CannedDaemon, gpunode: G
     assert "not here yet" in ran.out
 
 
-def test_cli_doctor_fails_when_a_check_fails(
-    canned: CannedDaemon, gpunode: Gpunode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GPUNODE_CONFIG", "")
+def test_cli_doctor_fails_when_a_check_fails(canned: CannedDaemon, gpunode: Gpunode) -> None:
+    canned.replies["daemon.status"] = msgspec.structs.replace(RESULTS["daemon.status"], config_path="")
     ran = gpunode("doctor", "--json", "--set", "network.listen=/ip4/127.0.0.1/tcp/0")
     found = {check["name"]: check["status"] for check in ran.json["checks"]}
     assert found["daemon"] == found["database"] == found["config"] == "ok"
@@ -308,6 +306,8 @@ def test_cli_doctor_fails_when_a_check_fails(
     assert ran.status == 1
     assert "FAIL  database: torn\n      mend: restore it" in ran.out
     assert gpunode("doctor", "--set", "network.listen=nowhere").status == 1
+    canned.replies["daemon.status"] = msgspec.structs.replace(RESULTS["daemon.status"], config_path="/none.toml")
+    assert "FAIL  config: there is no configuration file /none.toml" in gpunode("doctor").out
 
 
 def test_cli_completes_jobs(gpunode: Gpunode, monkeypatch: pytest.MonkeyPatch) -> None:

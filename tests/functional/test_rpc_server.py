@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import random
 import socket
 import stat
 import sys
@@ -374,3 +375,24 @@ async def test_rpc_server_wants_every_handler(tmp_path: Path) -> None:
     del handlers["jobs.run"]
     with pytest.raises(ValueError, match=r"jobs\.run"):
         await server.serve(handlers, tmp_path / "s")
+
+
+async def test_rpc_server_outlives_junk(serving: Serving) -> None:
+    await serving.start()
+    dice = random.Random(7)
+    valid = b'{"jsonrpc":"2.0","id":1,"method":"jobs.show","params":{"job":"-"}}'
+    for _ in range(20):
+        talk = await serving.talk()
+        for _ in range(20):
+            line = bytearray(valid)
+            for _ in range(dice.randrange(1, 6)):
+                line[dice.randrange(len(line))] = dice.randrange(256)
+            await talk.stream.send_all(bytes(line[: dice.randrange(len(line))]) + b"\n")
+        # About every other caller goes away in the middle of its answers.
+        if dice.random() < 0.5:
+            talk.stream.socket.close()
+        else:
+            await talk.say("jobs.list", request_id="last")
+            while (await talk.hear())["id"] != "last":
+                pass
+    assert "result" in await (await serving.talk()).ask("jobs.list")

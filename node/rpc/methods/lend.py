@@ -129,7 +129,7 @@ class ReclaimParams(Params, frozen=True, kw_only=True):
 
 
 class ReclaimResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Leases that are being interrupted; the devices are free at `free_at` at the latest."""
+    """Leases that are being interrupted; the devices are free by `free_at`, and not offered until lend.on."""
 
     leases: tuple[LeaseHex, ...]
     free_at: Millis | None
