@@ -123,6 +123,13 @@ class ControlGroup(abc.ABC):
     def usage(self) -> dict[str, int]:
         """Return cpu_ms and memory_peak_mib, as far as the kernel tells."""
 
+    def _must_put(self, name: str, text: str) -> None:
+        """Write `text` to the one file called `name`. Raises OSError: a limit is never left out silently."""
+        places = [place for directory in self._directories if (place := directory / name).exists()]
+        if len(places) != 1:
+            raise FileNotFoundError(errno.ENOENT, "no such limit", name)
+        write(places[0], text)
+
     def _put(self, name: str, text: str) -> None:
         """Write `text` to every file called `name` that there is."""
         for directory in self._directories:
@@ -155,12 +162,12 @@ class ControlGroupV1(ControlGroup):
 
     def _limit(self, limits: SandboxLimits) -> None:
         size = str(limits.memory_mib * MIB)
-        self._put("memory.limit_in_bytes", size)
+        self._must_put("memory.limit_in_bytes", size)
         self._put("memory.memsw.limit_in_bytes", size)  # with swap; absent without swap accounting
         self._put("memory.swappiness", "0")
-        self._put("pids.max", str(limits.pids + MONITORS_MAX))
-        self._put("cpu.cfs_period_us", str(PERIOD_US))
-        self._put("cpu.cfs_quota_us", str(quota_us(limits)))
+        self._must_put("pids.max", str(limits.pids + MONITORS_MAX))
+        self._must_put("cpu.cfs_period_us", str(PERIOD_US))
+        self._must_put("cpu.cfs_quota_us", str(quota_us(limits)))
 
     def freeze(self) -> None:
         """Stop every process of the group; the kernel may need a moment until `frozen`."""
@@ -192,11 +199,11 @@ class ControlGroupV2(ControlGroup):
     """The group in the unified tree. An out-of-memory kill ends the whole group (memory.oom.group)."""
 
     def _limit(self, limits: SandboxLimits) -> None:
-        self._put("memory.max", str(limits.memory_mib * MIB))
+        self._must_put("memory.max", str(limits.memory_mib * MIB))
         self._put("memory.swap.max", "0")  # absent on a kernel without swap
-        self._put("memory.oom.group", "1")
-        self._put("pids.max", str(limits.pids + MONITORS_MAX))
-        self._put("cpu.max", f"{quota_us(limits)} {PERIOD_US}")
+        self._must_put("memory.oom.group", "1")
+        self._must_put("pids.max", str(limits.pids + MONITORS_MAX))
+        self._must_put("cpu.max", f"{quota_us(limits)} {PERIOD_US}")
 
     def freeze(self) -> None:
         """Stop every process of the group; the kernel may need a moment until `frozen`."""

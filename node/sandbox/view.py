@@ -165,7 +165,8 @@ def _device(node: str) -> str:
 
 
 def _free(target: str) -> str:
-    if posixpath.normpath(target) != target or not target.startswith("/") or target == "/":
+    # normpath leaves two slashes at the beginning alone.
+    if posixpath.normpath(target) != target or target[:1] != "/" or target[1:2] in ("", "/"):
         raise SandboxError(f"{target!r} is no place to mount something in a job")
     for taken in TAKEN:
         if target == taken or target.startswith(taken + "/"):
