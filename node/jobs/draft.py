@@ -221,7 +221,7 @@ class DraftTree:
 
     def _move(self) -> Placement:
         parent_path, _, name = self._beneath.rpartition("/")
-        parent = self._open_parents(parent_path)
+        parent = open_directory(self._root, parent_path, self._owner)
         try:
             if not name:  # the root itself is the place
                 if self.manifest.root.kind is EntryKind.FILE:
@@ -242,21 +242,6 @@ class DraftTree:
             return self._merge_or_beside(place, parent, name)
         finally:
             os.close(parent)
-
-    def _open_parents(self, path: str) -> int:
-        """Open the directory `path` below the root, making what is missing, and following no link."""
-        current = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for name in path.split("/") if path else ():
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, PARENT_MODE, dir_fd=current)
-                if self._owner is not None:
-                    os.chown(name, self._owner, self._owner, dir_fd=current, follow_symlinks=False)
-            try:
-                following = os.open(name, _OPEN_DIRECTORY, dir_fd=current)
-            finally:
-                os.close(current)
-            current = following
-        return current
 
     def _rename_whole(self, parent: int, name: str) -> None:
         os.rename(self._tree_path(""), name, dst_dir_fd=parent)
@@ -328,6 +313,31 @@ class DraftTree:
             if entry.kind is EntryKind.DIRECTORY and entry.path in paths:
                 with _walked(place, entry.path) as directory:
                     os.fchmod(directory, entry.mode)
+
+
+def make_directory(root: Path, path: str, *, owner: int) -> None:
+    """Make the directory `path` below `root`, for `owner`, with what is missing above it; follow no link.
+
+    Raises StagingError, DiskFull.
+    """
+    with _disk_errors(root / path):
+        os.close(open_directory(root, path, owner if os.geteuid() == 0 else None))
+
+
+def open_directory(root: Path, path: str, owner: int | None) -> int:
+    """Open the directory `path` below `root`, making what is missing, and following no link. Raises OSError."""
+    current = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for name in [name for name in path.split("/") if name not in ("", ".")]:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, PARENT_MODE, dir_fd=current)
+            if owner is not None:
+                os.chown(name, owner, owner, dir_fd=current, follow_symlinks=False)
+        try:
+            following = os.open(name, _OPEN_DIRECTORY, dir_fd=current)
+        finally:
+            os.close(current)
+        current = following
+    return current
 
 
 @contextlib.contextmanager

@@ -148,17 +148,19 @@ class LogReader:
                 return LogPiece(0, b"", 0)
             except OSError as error:
                 raise LogError(f"cannot read {self._directory / self._name}: {error.strerror}") from None
+            size = 0
             for _attempt in range(_READS_MAX):
                 meta = _read_meta(files[2])
                 if meta is None:
                     return LogPiece(0, b"", 0)
+                size = meta.size
                 piece = _read_piece(files, meta, offset, size_max)
                 after = _read_meta(files[2])
                 # The writer may have overwritten that part of the ring in the meantime.
                 if piece.offset < meta.head_size or (after and after.tail_from <= piece.offset):
                     return piece
         # A writer this fast has overtaken every try: what it dropped meanwhile is dropped for this reader.
-        return LogPiece(meta.size, b"", meta.size)
+        return LogPiece(size, b"", size)
 
     def size(self) -> int:
         """Return how many bytes were written so far, dropped ones included."""

@@ -94,9 +94,11 @@ class ProviderSide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     job_uid: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 2)]
     allow_unsafe: bool = False
     """Whether the configuration allows the tier `unsafe-process`."""
+    allow_polled: bool = False
+    """Whether it allows jobs whose limits are polled, where there are no control groups."""
+    environments: dict[str, tuple[LocalPath, ...]] = {}
+    """What environments besides "host" show of this machine."""
     devices: Annotated[tuple[LeasedDevice, ...], msgspec.Meta(max_length=DEVICES_MAX)] = ()
-    scratch: LocalPath | None = None
-    """Where the job's files lie; None: inside the lease directory."""
 
 
 class InputSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,7 +181,7 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: Number
     """Of the keeper that wrote it."""
     sequence: Number
-    """Raised by each change, across keepers."""
+    """Raised by each change; a later keeper's are above those of all before it."""
     phase: LeasePhase
     outcome: str = ""
     """"" while undecided, "completed", or a `FailReason`."""
@@ -220,6 +222,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     usage: dict[str, int] = {}
     """What the sandbox measured: cpu_ms, memory_peak_mib."""
     scratch_used_mib: Mib = 0
+    machine: Annotated[bytes, msgspec.Meta(max_length=128 * 1024)] = b""
+    """The keeper's own state, for the next keeper; only in the file, empty on the link."""
 
 
 def read_lease_file(directory: Path) -> LeaseFile:

@@ -118,7 +118,12 @@ def wanted_output(lease: RenterLease) -> int | None:
     """Return the next output to fetch, or None."""
     if lease.phase is not LeasePhase.COLLECTING or lease.told is None or lease.told.outputs is None:
         return None
-    return next((index for index in range(len(lease.told.outputs)) if index not in lease.fetched), None)
+    waiting = (
+        index
+        for index, output in enumerate(lease.told.outputs)
+        if output.manifest is not None and index not in lease.fetched
+    )
+    return next(waiting, None)
 
 
 def _apply(lease: RenterLease, event: Event, now: int) -> Step:
