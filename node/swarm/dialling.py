@@ -52,7 +52,7 @@ def check_free(address: Address) -> None:
     except OSError as error:
         raise SwarmError(
             f"cannot listen on {address.transport}: {error.strerror or error}",
-            hint="choose another port in [swarm] listen, or stop the program that uses this one",
+            hint="choose another port in [network] listen, or stop the program that uses this one",
         ) from None
 
 

@@ -5,6 +5,7 @@ import secrets
 from node.swarm.hello import (
     HELLO_SIZE_MAX,
     NONCE_SIZE,
+    REASON_FULL,
     REASON_NETWORK,
     REASON_PROOF,
     HelloConfirm,
@@ -61,6 +62,10 @@ class Greeter:
             await write_frame(stream, encode_hello(HelloRefusal(reason=REASON_PROOF)))
             raise HelloFailed("it does not know our network's key")
         return confirm
+
+    async def turn_away(self, stream: Stream) -> None:
+        """Tell a dialler of our network that there is no room for it."""
+        await write_frame(stream, encode_hello(HelloRefusal(reason=REASON_FULL)))
 
     async def finish(self, stream: Stream, addresses: tuple[str, ...]) -> None:
         """Tell the dialler that it is admitted."""

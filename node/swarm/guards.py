@@ -26,7 +26,7 @@ from libp2p.transport.tcp.tcp import TCP
 
 from node.log import get_logger
 from node.swarm.limits import SwarmLimits, TokenBucket
-from node.swarm.peers import PeerState
+from node.swarm.peers import InboundSlot, PeerState
 
 log = get_logger(__name__)
 
@@ -82,13 +82,10 @@ INSTANCE_PRIVATES = (
 class Gatekeeper(Protocol):
     """Decides what peers may do. Addresses are IP addresses, `peer` is a libp2p ID."""
 
-    def open_connection(self, address: str) -> bool:
-        """Return whether a connection from `address` may be upgraded; `close_connection` follows each True."""
+    def open_connection(self, address: str) -> InboundSlot | None:
+        """Return a slot for a connection from `address`, or None; `close_connection` follows each slot."""
 
-    def upgraded(self, address: str) -> None:
-        """Record that the handshakes of a connection from `address` are over."""
-
-    def close_connection(self, address: str) -> None:
+    def close_connection(self, slot: InboundSlot) -> None:
         """Record that the connection has ended."""
 
     def refusal(self, peer: Untyped) -> str:
@@ -144,9 +141,10 @@ async def reset_quietly(stream: Untyped) -> None:
             log.debug("swarm.reset_failed", error=repr(error))
 
 
-def raw_socket(conn: Untyped) -> Untyped:
-    """Return the trio socket below a muxed connection of ours: yamux, Noise session, Noise framing, TCP."""
-    return conn.secured_conn.session.conn.read_writer.read_write_closer.stream.stream.socket
+def tcp_stream(conn: "GuardedYamux") -> "BoundedTcpStream":
+    """Return the TCP stream below a muxed connection of ours: yamux, Noise session, Noise framing, TCP."""
+    stream: BoundedTcpStream = conn.secured_conn.session.conn.read_writer.read_write_closer.stream
+    return stream
 
 
 # --- TCP ----------------------------------------------------------------------------------------------------
@@ -154,6 +152,15 @@ def raw_socket(conn: Untyped) -> Untyped:
 
 class BoundedTcpStream(TrioTCPStream):
     """A TCP stream that never asks the kernel for more than `READ_MAX` bytes at once."""
+
+    def __init__(self, stream: trio.SocketStream, slot: InboundSlot | None = None) -> None:
+        super().__init__(stream)
+        self.slot = slot
+        """None for a connection that we opened."""
+
+    def cut(self) -> None:
+        """Close the socket now; whoever reads or writes finds it closed."""
+        self.stream.socket.close()
 
     async def read(self, n: int | None = None) -> bytes:
         """Return up to min(n, READ_MAX) bytes; b"" at the end."""
@@ -212,7 +219,7 @@ class GuardedYamux(yamux.Yamux):
 
     def cut(self) -> None:
         """End the connection now, without a word and without waiting: the reader finds the socket closed."""
-        raw_socket(self).close()
+        tcp_stream(self).cut()
 
     async def start(self) -> None:
         """Run the connection. Never raises: one connection's failure is not the host's."""
@@ -360,27 +367,23 @@ class GuardedSwarm(Swarm):
         """
         stream = BoundedTcpStream(read_write_closer.stream)
         remote = stream.get_remote_address()
-        if remote is None or not self._keeper.open_connection(remote[0]):
-            stream.stream.socket.close()
+        slot = self._keeper.open_connection(remote[0]) if remote is not None else None
+        if slot is None:
+            stream.cut()
             return
+        stream.slot = slot
         try:
-            conn = await self._upgrade(stream, maddr, remote[0])
-            if conn is not None:
-                await conn.event_closed.wait()
+            muxed = await self.upgrade_inbound_raw_conn(RawConnection(stream, False), maddr)
+            for conn in self.get_connections(muxed.peer_id):
+                if conn.muxed_conn is muxed:
+                    await conn.event_closed.wait()
         except Exception as error:
             if is_our_bug(error):
                 raise
-            log.debug("swarm.inbound_failed", address=remote[0], error=repr(error))
+            log.debug("swarm.inbound_failed", address=slot.address, error=repr(error))
         finally:
-            stream.stream.socket.close()
-            self._keeper.close_connection(remote[0])
-
-    async def _upgrade(self, stream: BoundedTcpStream, maddr: Untyped, address: str) -> Untyped:
-        try:
-            muxed = await self.upgrade_inbound_raw_conn(RawConnection(stream, False), maddr)
-        finally:
-            self._keeper.upgraded(address)
-        return next((conn for conn in self.get_connections(muxed.peer_id) if conn.muxed_conn is muxed), None)
+            stream.cut()
+            self._keeper.close_connection(slot)
 
 
 class GuardedHost(BasicHost):

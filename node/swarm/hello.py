@@ -86,9 +86,11 @@ H = TypeVar("H", bound=Hello)
 
 REASON_NETWORK = "network"
 REASON_PROOF = "proof"
+REASON_FULL = "full"
 _REASONS = {
     REASON_NETWORK: "it belongs to another network, or has another network key",
     REASON_PROOF: "it does not accept our network key",
+    REASON_FULL: "it has no room for more peers",
 }
 
 

@@ -26,8 +26,9 @@ class SwarmLimits(msgspec.Struct, frozen=True, kw_only=True):
     connects_per_s: float = 4.0
     connects_burst: int = 48
     """Accepted connections of one remote address. Failed hellos and bans take extra tokens from it."""
-    upgrades_max: int = 32
-    """Connections that are still in their handshakes, in all."""
+    pending_max: int = 64
+    pending_per_address: int = 8
+    """Accepted connections whose peer has not said hello yet."""
     upgrade_timeout_ms: int = 8_000
     """From accept to a multiplexed, encrypted connection."""
     dial_timeout_ms: int = 8_000

@@ -78,7 +78,7 @@ class SwarmNetwork:
         self._ready = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._held: set[NodeId] = set()
-        self._dials: dict[NodeId, trio.Lock] = {}
+        self._attempts: dict[NodeId, _Attempt] = {}
 
     # --- node.ports.Network
 
@@ -176,7 +176,15 @@ class SwarmNetwork:
     async def _ask(self, node: NodeId, protocol: str, data: bytes) -> bytes:
         session = await self._live()
         await self._reach(session, node)
-        stream = await session.open_stream(node, protocol)
+        try:
+            stream = await session.open_stream(node, protocol)
+        except PeerRefused:
+            raise
+        except SwarmError:
+            # The connection ended just now, and nothing was sent: once more, on a new one.
+            session = await self._live()
+            await self._reach(session, node)
+            stream = await session.open_stream(node, protocol)
         try:
             return await ask(stream, data)
         except (StreamReset, EOFError, MalformedRecord) as error:
@@ -195,19 +203,28 @@ class SwarmNetwork:
         return self._session
 
     async def _reach(self, session: Session, node: NodeId) -> PeerState:
-        """Return the state of `node` after its hello, dialling its remembered addresses in turn."""
-        lock = self._dials.setdefault(node, trio.Lock())
+        """Return the state of `node` after its hello. Who asks while it is being dialled shares the outcome."""
+        while True:
+            state = await session.reached(node)
+            if state is not None:
+                return state
+            attempt = self._attempts.get(node)
+            if attempt is None:
+                break
+            await attempt.done.wait()
+            if attempt.failure is not None:
+                raise SwarmError(str(attempt.failure), hint=attempt.failure.hint)
+        attempt = self._attempts[node] = _Attempt()
         try:
-            async with lock:
-                return await self._reach_locked(session, node)
+            return await self._dial_addresses(session, node)
+        except SwarmError as error:
+            attempt.failure = error
+            raise
         finally:
-            if not lock.statistics().tasks_waiting and not lock.locked():
-                self._dials.pop(node, None)
+            del self._attempts[node]
+            attempt.done.set()
 
-    async def _reach_locked(self, session: Session, node: NodeId) -> PeerState:
-        state = self._book.connected.get(node)
-        if state is not None and state.admitted.is_set():
-            return state
+    async def _dial_addresses(self, session: Session, node: NodeId) -> PeerState:
         failure = SwarmError(
             f"no address known for {peer_id(node)}", hint="connect to it once: gpunode peers connect ADDRESS"
         )
@@ -238,8 +255,10 @@ class SwarmNetwork:
             log.exception("swarm.connect_handler_failed", peer=peer_id(node))
 
     def _on_gone(self, state: PeerState) -> None:
+        if not state.admitted.is_set():
+            return
         log.info("swarm.peer_gone", peer=peer_id(state.node), reason=state.cut_reason or "its connection ended")
-        if self._nursery is None or not state.admitted.is_set() or state.cut_reason:
+        if self._nursery is None or state.cut_reason:
             return
         if state.node not in self._held and len(self._held) < WON_BACK_MAX and self._book.addresses_of(state.node):
             self._nursery.start_soon(self._win_back, state.node)
@@ -333,6 +352,14 @@ class SwarmNetwork:
         session.set_handler(
             protocol, Answerer(protocol, handler, session, self._limits, self._fault, self.counters)
         )
+
+
+class _Attempt:
+    """A dial that others may wait for."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.failure: SwarmError | None = None
 
 
 class Backoff:

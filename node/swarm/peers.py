@@ -5,7 +5,7 @@ libp2p; `clock` gives seconds of any epoch that never goes back.
 """
 
 import ipaddress
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
@@ -167,32 +167,69 @@ class PeerBook:
         return True
 
 
+class InboundSlot:
+    """One accepted connection. Pending until its peer has said hello."""
+
+    __slots__ = ("address", "group", "is_settled")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.group = _group(address)
+        self.is_settled = False
+
+
 class AddressGate:
-    """How many connections each remote IP address (for IPv6: each /64 prefix) may open, and hold."""
+    """How many connections each remote IP address (for IPv6: each /64 prefix) may open, and hold.
+
+    Connections whose peer has not said hello have few slots of their own, and fewer per address: so
+    neither silent strangers nor one address alone can take the place of peers.
+    """
 
     def __init__(self, limits: SwarmLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
-        self._open: dict[str, int] = {}
+        self._open: Counter[str] = Counter()
+        self._pending: Counter[str] = Counter()
         self._buckets: _Bounded[str, TokenBucket] = _Bounded(REMOTE_ADDRESSES_MAX)
+        self.settled = 0
+        """Inbound connections whose peer has said hello."""
 
-    def open(self, address: str) -> bool:
-        """Take a slot for a connection from `address`, or return False. Each True needs one `close`."""
-        group = _group(address)
-        held = self._open.get(group, 0)
-        if held >= self._limits.connections_per_address or not self._bucket(group).take(self._clock()):
-            return False
-        self._open[group] = held + 1
-        return True
+    @property
+    def pending(self) -> int:
+        """Inbound connections whose peer has not said hello yet."""
+        return self._pending.total()
 
-    def close(self, address: str) -> None:
+    def open(self, address: str) -> InboundSlot | None:
+        """Return a slot for a connection from `address` (close it in the end), or None when it may have none."""
+        slot = InboundSlot(address)
+        if (
+            self.pending >= self._limits.pending_max
+            or self._pending[slot.group] >= self._limits.pending_per_address
+            or self._open[slot.group] >= self._limits.connections_per_address
+            or not self._bucket(slot.group).take(self._clock())
+        ):
+            self._forget_zeros(slot.group)
+            return None
+        self._open[slot.group] += 1
+        self._pending[slot.group] += 1
+        return slot
+
+    def settle(self, slot: InboundSlot) -> None:
+        """Record that the slot's peer has said hello. Idempotent."""
+        if not slot.is_settled:
+            slot.is_settled = True
+            self.settled += 1
+            self._pending[slot.group] -= 1
+            self._forget_zeros(slot.group)
+
+    def close(self, slot: InboundSlot) -> None:
         """Give the slot back."""
-        group = _group(address)
-        held = self._open[group] - 1
-        if held:
-            self._open[group] = held
+        self._open[slot.group] -= 1
+        if slot.is_settled:
+            self.settled -= 1
         else:
-            del self._open[group]
+            self._pending[slot.group] -= 1
+        self._forget_zeros(slot.group)
 
     def charge(self, address: str, tokens: float) -> None:
         """Make `address` wait longer before it may connect again."""
@@ -205,6 +242,11 @@ class AddressGate:
             bucket = TokenBucket(self._limits.connects_per_s, self._limits.connects_burst, now)
         self._buckets[group] = bucket  # most recent last, so that an idle address is forgotten first
         return bucket
+
+    def _forget_zeros(self, group: str) -> None:
+        for counts in (self._open, self._pending):
+            if not counts[group]:
+                del counts[group]
 
 
 def _group(address: str) -> str:

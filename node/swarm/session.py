@@ -33,11 +33,12 @@ from node.swarm.guards import (
     is_our_bug,
     reset_quietly,
     tame_library,
+    tcp_stream,
 )
 from node.swarm.hello import ADDRESSES_MAX, HELLO_PROTOCOL, HelloFailed, addresses_untrusted, agent_untrusted
 from node.swarm.limits import SwarmLimits
 from node.swarm.multiaddrs import Address, is_reachable_from, parse_multiaddr
-from node.swarm.peers import FAULT_FLOOD, FAULT_MALFORMED, AddressGate, PeerBook, PeerState
+from node.swarm.peers import FAULT_FLOOD, FAULT_MALFORMED, AddressGate, InboundSlot, PeerBook, PeerState
 from node.swarm.stack import make_swarm
 from protocol.errors import MalformedRecord
 from protocol.identity import NodeId, peer_id
@@ -48,6 +49,7 @@ TEND_INTERVAL_S = 5.0
 STRANGER_COST = 4.0
 """Connection tokens that a failed hello takes from the remote address."""
 BAN_COST = 16.0
+_CUT_S = 2.0
 
 
 class Lasting(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,13 +75,11 @@ class Session:
         self._lasting = lasting
         self._limits = lasting.limits
         self._book = lasting.book
-        self._upgrading = 0
-        self._inbound = 0
         self._streams: Counter[bytes] = Counter()
         self._nursery: trio.Nursery | None = None
         self.listening: tuple[Address, ...] = ()
         keys = create_new_key_pair(seed)
-        self.swarm = make_swarm(keys, lasting.limits, lasting.max_peers, self)
+        self.swarm = make_swarm(keys, lasting.limits, lasting.max_peers + lasting.limits.pending_max, self)
         self.host = GuardedHost(self.swarm, self, {HELLO_PROTOCOL: self._hear_hello})
         self.host.set_stream_handler(IDENTIFY, self._gated(identify_handler_for(self.host)))
         self.pubsub = GuardedPubsub(self.host, self, lasting.gossip)
@@ -133,18 +133,24 @@ class Session:
             )
         if node == self._lasting.node:
             raise SwarmError(f"{address} is this node's own address")
-        state = self._book.connected.get(node)
+        state = await self._living(node)
         if state is None:
             await self._dial(address, node)
             state = self._book.connected.get(node)
         if state is not None:
-            await self._wait_hello(state)
+            # A little longer than the hello itself may take, so that its own reason for failing comes first.
+            await self._wait_hello(state, slack_s=_CUT_S)
             if state.admitted.is_set() and not state.gone.is_set():
                 return state
         reason = state.cut_reason if state is not None else ""
         raise SwarmError(
             f"{peer_id(node)} at {address.transport} cannot be joined: {reason or 'it closed the connection'}"
         )
+
+    async def reached(self, node: NodeId) -> PeerState | None:
+        """Return the state of a peer that can be asked now, or None when it must be dialled first."""
+        state = await self._living(node)
+        return state if state is not None and state.admitted.is_set() else None
 
     async def open_stream(self, node: NodeId, protocol: str) -> Untyped:
         """Open a stream to an admitted peer. Raises SwarmError; PeerRefused when it does not know `protocol`."""
@@ -189,26 +195,16 @@ class Session:
 
     # --- Gatekeeper
 
-    def open_connection(self, address: str) -> bool:
-        """Gatekeeper: some slots stay free for the connections that we open ourselves."""
-        inbound_max = self._lasting.max_peers - max(1, self._lasting.max_peers // 4)
-        if self._upgrading >= self._limits.upgrades_max or self._inbound >= max(1, inbound_max):
-            return False
-        if not self._lasting.gate.open(address):
+    def open_connection(self, address: str) -> InboundSlot | None:
+        """Gatekeeper: ask the address gate."""
+        slot = self._lasting.gate.open(address)
+        if slot is None:
             self._lasting.counters["connections_refused"] += 1
-            return False
-        self._upgrading += 1
-        self._inbound += 1
-        return True
+        return slot
 
-    def upgraded(self, address: str) -> None:
-        """Gatekeeper: the handshakes are over."""
-        self._upgrading -= 1
-
-    def close_connection(self, address: str) -> None:
+    def close_connection(self, slot: InboundSlot) -> None:
         """Gatekeeper: an inbound connection has ended."""
-        self._inbound -= 1
-        self._lasting.gate.close(address)
+        self._lasting.gate.close(slot)
 
     def refusal(self, peer: Untyped) -> str:
         """Gatekeeper: only Ed25519 nodes, not ourselves, nobody banned."""
@@ -228,7 +224,10 @@ class Session:
         """Gatekeeper: say hello to whom we dialled, expect it of whoever dialled us."""
         self.connecting(conn.muxed_conn, inbound=_is_inbound(conn))
         state = self._book.connected[node_of(conn.muxed_conn.peer_id)]
-        if self._nursery is None or state.admitted.is_set():
+        if self._nursery is None:
+            return
+        if state.admitted.is_set():
+            self._settle(state)
             return
         if _is_inbound(conn):
             self._nursery.start_soon(self._expect_hello, state)
@@ -282,6 +281,15 @@ class Session:
         await self._wait_hello(state)
         return state if state.admitted.is_set() and not state.gone.is_set() else None
 
+    async def _living(self, node: NodeId) -> PeerState | None:
+        """Return the state of a connected peer. One whose connections are ending is waited for, and is none."""
+        state = self._book.connected.get(node)
+        if state is None or self.is_connected(node):
+            return state
+        with trio.move_on_after(_CUT_S):
+            await state.gone.wait()
+        return None
+
     # --- hello
 
     async def _say_hello(self, state: PeerState) -> None:
@@ -324,6 +332,11 @@ class Session:
         with trio.move_on_after(self._limits.hello_timeout_ms / 1000):
             try:
                 confirm = await self._lasting.greeter.receive(stream, node)
+                if self._is_full() and not state.admitted.is_set():
+                    await self._lasting.greeter.turn_away(stream)
+                    await stream.close()
+                    self.cut(node, "there is no room for more peers")
+                    return
                 self._cut_older(stream.muxed_conn, node)
                 self._admit(state, confirm.agent, confirm.addresses)
                 await self._lasting.greeter.finish(stream, self._addresses_text())
@@ -340,9 +353,21 @@ class Session:
             state.node, (address for address in claimed if is_reachable_from(address, state.address))
         )
         self._book.admit(state, agent_untrusted(agent))
+        self._settle(state)
         self.pubsub.admit(ID(id_bytes(state.node)))
         log.info("swarm.peer_connected", peer=peer_id(state.node), address=state.address, agent=state.agent)
         self._lasting.on_admitted(state)
+
+    def _is_full(self) -> bool:
+        """Return whether inbound peers have taken all but the slots kept for whom we dial ourselves."""
+        max_peers = self._lasting.max_peers
+        return self._lasting.gate.settled >= max(1, max_peers - max_peers // 4)
+
+    def _settle(self, state: PeerState) -> None:
+        for conn in self._connections(state.node):
+            slot = tcp_stream(conn.muxed_conn).slot
+            if slot is not None:
+                self._lasting.gate.settle(slot)
 
     def _refuse_stranger(self, state: PeerState, reason: str) -> None:
         self._lasting.counters["hellos_failed"] += 1
@@ -356,11 +381,11 @@ class Session:
             if conn.muxed_conn is not newest and _is_inbound(conn):
                 conn.muxed_conn.cut()
 
-    async def _wait_hello(self, state: PeerState) -> None:
+    async def _wait_hello(self, state: PeerState, *, slack_s: float = 0.0) -> None:
         """Return when the peer has said hello, has gone, or is too late."""
         if state.admitted.is_set() or state.gone.is_set():
             return
-        with trio.move_on_after(self._limits.hello_timeout_ms / 1000):
+        with trio.move_on_after(self._limits.hello_timeout_ms / 1000 + slack_s):
             async with trio.open_nursery() as nursery:
                 for event in (state.admitted, state.gone):
                     nursery.start_soon(_wait_then_cancel, event, nursery.cancel_scope)
@@ -421,8 +446,9 @@ class Session:
             conn.muxed_conn.cut()
         for listener in self.swarm.listeners.values():
             await listener.close()
-        for node in list(self._book.connected):
-            self._book.remove(node)
+        for state in list(self._book.connected.values()):
+            self._book.remove(state.node)
+            self._lasting.on_gone(state)
 
     def _connections(self, node: NodeId) -> list[Untyped]:
         found: list[Untyped] = self.swarm.get_connections(ID(id_bytes(node)))

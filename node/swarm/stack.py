@@ -19,7 +19,7 @@ CONNECTIONS_PER_PEER_MAX = 2
 _NEGOTIATION_S = 10.0
 
 
-def make_swarm(keys: KeyPair, limits: SwarmLimits, max_peers: int, keeper: Gatekeeper) -> GuardedSwarm:
+def make_swarm(keys: KeyPair, limits: SwarmLimits, connections_max: int, keeper: Gatekeeper) -> GuardedSwarm:
     """Return a swarm that is not running yet.
 
     Built by hand rather than by `libp2p.new_host`: that one attaches a resource manager that leaks, and by
@@ -33,10 +33,10 @@ def make_swarm(keys: KeyPair, limits: SwarmLimits, max_peers: int, keeper: Gatek
     upgrader = TransportUpgrader({TProtocol(NOISE): noise}, muxers)
     upgrader.muxer_multistream = GuardedMuxer(muxers, limits)
     config = ConnectionConfig(
-        max_connections=max_peers,
+        max_connections=connections_max,
         min_connections=0,
         low_watermark=0,
-        high_watermark=max_peers,
+        high_watermark=connections_max,
         max_connections_per_peer=CONNECTIONS_PER_PEER_MAX,
         grace_period=0.0,
         inbound_upgrade_timeout=limits.upgrade_timeout_ms / 1000,

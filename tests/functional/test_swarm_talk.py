@@ -1,5 +1,6 @@
 """Nodes of one network find, hear and ask each other over real connections on loopback."""
 
+import ipaddress
 import socket
 
 import pytest
@@ -227,8 +228,8 @@ async def test_addresses_are_real_and_taken_ports_are_refused():
         parsed = [parse_multiaddr(text) for text in a.addresses]
         assert parsed[-1].host == "127.0.0.1"
         assert all(address.node == a.node and address.port for address in parsed)
-        assert "0.0.0.0" not in {address.host for address in parsed}
-        with pytest.raises(SwarmError, match="cannot listen on .*: Address already in use"):
+        assert not any(ipaddress.ip_address(address.host).is_unspecified for address in parsed)
+        with pytest.raises(SwarmError, match=r"cannot listen on .*: Address already in use"):
             async with open_node(2, listen=(parsed[-1].transport,)):
                 pytest.fail("two nodes share a port")
         async with open_node(3) as c:

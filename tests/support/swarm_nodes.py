@@ -31,6 +31,7 @@ from multiaddr import Multiaddr
 from node.swarm import SwarmLimits, open_swarm
 from node.swarm.gossip import node_of
 from node.swarm.greeting import Greeter
+from node.swarm.guards import _NoAutoConnector
 from node.swarm.hello import HELLO_PROTOCOL
 from node.swarm.network import SwarmNetwork
 from protocol.identity import NetworkId, NodeId, network_id
@@ -89,8 +90,8 @@ class Stranger:
     async def dial(self, address: str) -> Any:
         """Connect, and return the muxed connection."""
         info = info_from_p2p_addr(Multiaddr(address))
-        await self.host.connect(info)
-        return self.host.get_network().get_connections(info.peer_id)[0].muxed_conn
+        conn = await self.host.get_network().dial_addr(Multiaddr(address), info.peer_id)
+        return conn.muxed_conn
 
     async def stream(self, target: NodeId, protocol: str) -> Any:
         """Open a stream."""
@@ -126,6 +127,7 @@ async def open_stranger(security: Callable[[Any], dict[str, Any]] | None = None)
     upgrader = TransportUpgrader(security(keys) if security else {NOISE: noise}, {YAMUX: Yamux})
     config = ConnectionConfig(min_connections=0, low_watermark=0)
     swarm = Swarm(node_id, store, upgrader, transports=[TCP()], connection_config=config)
+    swarm.auto_connector = _NoAutoConnector()  # the original would dial again on its own what a test has cut
     host = BasicHost(swarm)
     host._schedule_identify = lambda *_, **__: None  # nobody is asked for identify, which would outlive the test
     async with background_trio_service(swarm):
