@@ -41,3 +41,5 @@ def configure(level: str = "info", *, json_lines: bool | None = None) -> None:
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s %(levelname)s %(message)s")
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+    # aioquic's logger repeats a stranger's words, as often as the stranger likes.
+    logging.getLogger("quic").setLevel(logging.CRITICAL)

@@ -138,12 +138,17 @@ class Connection:
         return self.end_reason or ""
 
     async def aclose(self, reason: str = "") -> None:
-        """Close at once, dropping what is still unsent; idempotent. The peer is told `reason` (200 bytes)."""
+        """Close at once; idempotent. The peer is told `reason` (at most 200 bytes).
+
+        What the path takes now is sent first, so last words mostly arrive; what does not fit or gets lost is gone.
+        """
         self.close(reason)
         await trio.lowlevel.checkpoint()
 
     def close(self, reason: str) -> None:
         """Do what `aclose` does, without a checkpoint."""
+        if self._ending is None:
+            self._flush(self)
         if self._ending is None:
             self._ask(lambda: self._engine.shut(reason), default=None)
             self._flush(self)
@@ -245,7 +250,8 @@ class Connection:
     def _settle(self) -> None:
         """Wake whoever waited for what the engine has just learned, and forget finished streams."""
         engine = self._engine
-        if engine.is_open:
+        if engine.is_open and not self._settled.is_set():
+            log.info("tunnel.opened", peer=self.peer_address)
             self._settled.set()
         self._quota.set()
         self._quota = trio.Event()
@@ -265,6 +271,10 @@ class Connection:
         if self._ending is not None:
             return
         self._ending = ending
+        if self._settled.is_set():
+            log.info("tunnel.ended", peer=self.peer_address, reason=_tell(ending))
+        else:
+            log.debug("tunnel.not_opened", peer=self.peer_address, reason=_tell(ending))
         for stream in self._streams.values():
             stream.on_end()
         self._streams.clear()

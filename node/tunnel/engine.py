@@ -12,31 +12,27 @@ Private attributes of aioquic are used here and in `mutual` only; `tests/unit/te
 Refuses all IO and clocks. An exception out of any method is a fault of this connection alone: the caller drops it.
 """
 
-import ssl
 from collections.abc import Callable
 from typing import Any
 
 from aioquic import tls
 from aioquic.quic import events
-from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import (
     MAX_STREAM_DATA_FRAME_CAPACITY,
     QuicConnection,
     QuicConnectionError,
     QuicConnectionState,
 )
-from aioquic.quic.packet import QuicErrorCode, QuicFrameType, QuicProtocolVersion
+from aioquic.quic.packet import QuicErrorCode, QuicFrameType
 
+from node.tunnel.configuration import configure_quic
 from node.tunnel.identity import TunnelIdentity
 from node.tunnel.limits import (
-    CID_SIZE,
     CRYPTO_GAPS_MAX,
     CRYPTO_STREAM_SIZE_MAX,
-    DATAGRAM_SIZE_MIN,
     FAREWELL_MS,
     FAREWELLS_FREE,
     LIMITS,
-    REASON_SIZE_MAX,
     STREAM_GAPS_MAX,
     TunnelLimits,
 )
@@ -52,33 +48,8 @@ from node.tunnel.seam import (
     StreamData,
     StreamReset,
     StreamStopped,
+    bounded_words,
 )
-
-ALPN = "gpunode/1"
-
-
-def bounded_words(text: str) -> str:
-    """Return one printable line of at most REASON_SIZE_MAX bytes; a peer's words may hold anything."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text[:REASON_SIZE_MAX])
-    return line.encode()[:REASON_SIZE_MAX].decode(errors="ignore").strip()
-
-
-def _configure(identity: TunnelIdentity, limits: TunnelLimits, *, is_client: bool) -> Any:  # noqa: ANN401 - aioquic's
-    return QuicConfiguration(
-        is_client=is_client,
-        alpn_protocols=[ALPN],
-        certificate=identity.certificate,
-        private_key=identity.private_key,
-        cipher_suites=[tls.CipherSuite.AES_128_GCM_SHA256],
-        connection_id_length=CID_SIZE,
-        idle_timeout=limits.idle_ms / 1000,
-        max_data=limits.connection_window,
-        max_datagram_size=DATAGRAM_SIZE_MIN,
-        max_stream_data=limits.stream_window,
-        supported_versions=[QuicProtocolVersion.VERSION_1],
-        # Certificates are judged by the key in them alone (`mutual`), never by names or authorities.
-        verify_mode=ssl.CERT_NONE,
-    )
 
 
 class QuicEngine(QuicConnection):
@@ -97,7 +68,7 @@ class QuicEngine(QuicConnection):
         retry_cid: bytes | None = None,
     ) -> None:
         super().__init__(
-            configuration=_configure(identity, limits, is_client=is_client),
+            configuration=configure_quic(identity, limits, is_client=is_client),
             original_destination_connection_id=original_cid,
             retry_source_connection_id=retry_cid,
         )

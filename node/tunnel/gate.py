@@ -15,7 +15,7 @@ from aioquic.buffer import Buffer
 from aioquic.quic.packet import QuicPacketType, QuicProtocolVersion, encode_quic_retry, pull_quic_header
 from aioquic.quic.retry import QuicRetryTokenHandler
 
-from node.tunnel.limits import CID_SIZE, CID_SIZE_MAX, DATAGRAM_SIZE_MIN, TunnelLimits
+from node.tunnel.limits import CID_SIZE, CID_SIZE_MAX, DATAGRAM_SIZE_MIN, TOKENS_USED_MAX, TunnelLimits
 from node.tunnel.seam import Address
 
 _LONG_HEADER = 0x80
@@ -86,6 +86,9 @@ class Gate:
     def __init__(self, limits: TunnelLimits) -> None:
         self._limits = limits
         self._tokens = QuicRetryTokenHandler()
+        self._used: dict[bytes, None] = {}
+        self._credit = float(limits.unproven_max)
+        self._credit_at = 0.0
 
     def judge_untrusted(
         self, data: bytes, address: Address, half_open: Sequence[HalfOpen], open_count: int, now: float
@@ -114,9 +117,11 @@ class Gate:
         if header.token:
             proven = sum(known.is_proven and known.place == place for known in half_open)
             return self._judge_token(header.token, header.destination_cid, address, proven, now)
-        unproven = [known for known in half_open if not known.is_proven]
-        if len(unproven) >= self._limits.unproven_max or (
-            sum(known.place == place for known in unproven) >= self._limits.half_open_per_address_max
+        unproven = [known.place for known in half_open if not known.is_proven]
+        if (
+            len(unproven) >= self._limits.unproven_max
+            or unproven.count(place) >= self._limits.half_open_per_address_max
+            or not self._spend_credit(now)
         ):
             return self._ask_for_token(header.destination_cid, header.source_cid, address, now)
         return Admitted(header.destination_cid, None, HalfOpen(place, is_proven=False))
@@ -129,7 +134,22 @@ class Gate:
             return Ignored("not a token of ours, or too old")
         if proven >= self._limits.half_open_per_address_max:
             return Ignored("as many handshakes as we take from one address are under way")
+        if cid in self._used:
+            return Ignored("a token that was used")
+        self._used[cid] = None
+        if len(self._used) > TOKENS_USED_MAX:
+            del self._used[next(iter(self._used))]
         return Admitted(original, cid, HalfOpen(place_of(address[0]), is_proven=True))
+
+    def _spend_credit(self, now: float) -> bool:
+        """Return whether one more handshake may begin now without a token."""
+        earned = max(0.0, now - self._credit_at) * self._limits.unproven_per_s
+        self._credit = min(float(self._limits.unproven_max), self._credit + earned)
+        self._credit_at = now
+        if self._credit < 1:
+            return False
+        self._credit -= 1
+        return True
 
     def _ask_for_token(self, original: bytes, source: bytes, address: Address, now: float) -> Retried:
         cid = os.urandom(CID_SIZE)

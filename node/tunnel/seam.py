@@ -9,6 +9,8 @@ from typing import Protocol
 
 import msgspec
 
+from node.tunnel.limits import REASON_SIZE_MAX
+
 Address = tuple[str, int] | tuple[str, int, int, int]
 """A UDP address as the socket gives it: (host, port), or with flow and scope for IPv6."""
 Datagram = tuple[bytes, Address]
@@ -67,6 +69,12 @@ class Ending(msgspec.Struct, frozen=True):
     """One line for people; bounded, printable, and in part the peer's words when `by` is PEER."""
     refused: bool = False
     """The peer said that our key, or our proof of it, will not do."""
+
+
+def bounded_words(text: str) -> str:
+    """Return one printable line of at most REASON_SIZE_MAX bytes; a peer's words may hold anything."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[:REASON_SIZE_MAX])
+    return line.encode()[:REASON_SIZE_MAX].decode(errors="ignore").strip()
 
 
 class Engine(Protocol):

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from support.quiclink import CLIENT, QuicLink
 
-from node.tunnel.engine import ALPN, QuicEngine, bounded_words
+from node.tunnel.configuration import ALPN
+from node.tunnel.engine import QuicEngine
 from node.tunnel.identity import TunnelIdentity
 from node.tunnel.limits import LIMITS, TunnelLimits
-from node.tunnel.seam import Address, EndedBy
+from node.tunnel.seam import Address, EndedBy, bounded_words
 
 RENTER, PROVIDER, STRANGER = (TunnelIdentity(bytes([number]) * 32) for number in (1, 2, 3))
 SMALL = TunnelLimits(stream_window=16 << 10, streams_max=4)

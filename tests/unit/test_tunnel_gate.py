@@ -17,7 +17,7 @@ from node.tunnel.gate import (
     place_of,
 )
 from node.tunnel.identity import TunnelIdentity
-from node.tunnel.limits import TunnelLimits
+from node.tunnel.limits import TOKENS_USED_MAX, TunnelLimits
 from node.tunnel.seam import Address
 
 LIMITS = TunnelLimits(connections_max=2, unproven_max=3, half_open_max=5, half_open_per_address_max=2)
@@ -101,6 +101,30 @@ def test_a_forger_does_not_use_up_the_place_of_its_victim() -> None:
     assert isinstance(gate.judge_untrusted(second, HERE, forged, 0, 101.0), Admitted)
 
 
+def test_a_token_is_good_once() -> None:
+    gate, _, second = retried()
+    assert isinstance(gate.judge_untrusted(second, HERE, [], 0, 101.0), Admitted)
+    assert gate.judge_untrusted(second, HERE, [], 0, 101.0) == Ignored("a token that was used")
+
+
+def test_used_tokens_are_not_remembered_without_bound() -> None:
+    gate, _, second = retried()
+    for number in range(TOKENS_USED_MAX):
+        gate._used[number.to_bytes(8, "big")] = None
+    assert isinstance(gate.judge_untrusted(second, HERE, [], 0, 101.0), Admitted)
+    assert len(gate._used) == TOKENS_USED_MAX
+
+
+def test_a_burst_of_forged_first_packets_is_asked_for_tokens_even_when_none_of_them_lasts() -> None:
+    gate = Gate(TunnelLimits(unproven_max=3, unproven_per_s=10))
+    _, first = dial()
+    decisions = [gate.judge_untrusted(first, HERE, [], 0, 100.0) for _ in range(10)]
+    assert [type(decision) for decision in decisions] == [Admitted] * 3 + [Retried] * 7
+    assert isinstance(gate.judge_untrusted(first, HERE, [], 0, 100.05), Retried)
+    assert isinstance(gate.judge_untrusted(first, HERE, [], 0, 100.15), Admitted)
+    assert [type(gate.judge_untrusted(first, HERE, [], 0, 200.0)) for _ in range(4)] == [Admitted] * 3 + [Retried]
+
+
 def test_one_address_has_a_bounded_number_of_handshakes() -> None:
     gate, _, second = retried()
     mine = [HalfOpen("192.0.2.9", True)] * 2
@@ -145,7 +169,7 @@ def test_what_is_not_quic_version_1_has_no_connection_id(data: bytes) -> None:
 
 def test_no_garbage_is_admitted_or_raises() -> None:
     chance = random.Random(7)
-    gate = Gate(LIMITS)
+    gate = Gate(TunnelLimits(unproven_max=100, unproven_per_s=0))
     _, first = dial()
     for _ in range(2000):
         data = bytearray(first)
@@ -156,7 +180,8 @@ def test_no_garbage_is_admitted_or_raises() -> None:
         if not data:
             continue
         decision = gate.judge_untrusted(bytes(data), HERE, [], 0, 100.0)
-        assert isinstance(decision, Ignored | Admitted)
+        if isinstance(decision, Retried):
+            assert len(data) == 1200
         if isinstance(decision, Admitted):
             assert len(data) == 1200
             assert 8 <= len(decision.original_cid) <= 20
