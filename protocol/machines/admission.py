@@ -4,7 +4,7 @@ Pure questions about one bid and the auction's state. Refuses to look at the oth
 admitted competes in the batch, not here.
 """
 
-from protocol.machines.auction_types import BATCH_BIDS_MAX, Auction, BidReceived, free_units
+from protocol.machines.auction_types import WAITING_BIDS_MAX, Auction, BidReceived, free_units
 from protocol.pricing import clock_price
 from protocol.records import BidRejected, RejectReason
 from protocol.units import Millis, cost, format_amount, format_duration, format_price
@@ -89,9 +89,8 @@ def _of_standing(auction: Auction, event: BidReceived, now: Millis) -> BidReject
                 detail=f"{lapse.count} earlier awards were not countersigned in time",
                 retry_at=lapse.blocked_until,
             )
-    waiting = auction.batch.bids if auction.batch is not None else ()
-    runners_up = tuple(bid for group in auction.runners_up for bid in group.bids)
-    others = [(other.renter, other.address_prefix) for other in (*waiting, *runners_up)]
+    waiting = auction.waiting()
+    others = [(other.renter, other.address_prefix) for other in waiting]
     others += [(hold.renter, hold.address_prefix) for hold in auction.holds]
     for renter, prefix in others:
         if renter == event.renter or (prefix and prefix == event.address_prefix):
@@ -102,13 +101,13 @@ def _of_standing(auction: Auction, event: BidReceived, now: Millis) -> BidReject
                 detail="one bid at a time for each renter and address range",
                 retry_at=auction.retry_when_free(now),
             )
-    if auction.batch is not None and len(auction.batch.bids) >= BATCH_BIDS_MAX:
+    if len(waiting) >= WAITING_BIDS_MAX:
         return auction.rejection(
             event.bid_id,
             RejectReason.OVERLOADED,
             now,
-            detail="the batch is full",
-            retry_at=Millis(auction.batch.closes_at + 1),
+            detail="too many bids are waiting",
+            retry_at=Millis(auction.batch.closes_at + 1) if auction.batch else auction.retry_when_free(now),
         )
     return None
 
@@ -130,17 +129,22 @@ def _of_credit(auction: Auction, event: BidReceived, now: Millis) -> BidRejected
     )
 
 
-def _of_stock(auction: Auction, event: BidReceived, now: Millis) -> BidRejected | None:
+def not_selling(auction: Auction, bid_id: bytes, now: Millis) -> BidRejected:
+    """Return the rejection for a bid that comes, or waits, while nothing may be sold."""
     if auction.paused:
-        return auction.rejection(event.bid_id, RejectReason.PAUSED, now, detail="the owner has paused lending")
-    if now < auction.sells_from:
-        return auction.rejection(
-            event.bid_id,
-            RejectReason.PAUSED,
-            now,
-            detail="the provider waits for leases that its restored database does not know",
-            retry_at=auction.sells_from,
-        )
+        return auction.rejection(bid_id, RejectReason.PAUSED, now, detail="the owner has paused lending")
+    return auction.rejection(
+        bid_id,
+        RejectReason.PAUSED,
+        now,
+        detail="the provider waits for leases that its restored database does not know",
+        retry_at=auction.sells_from,
+    )
+
+
+def _of_stock(auction: Auction, event: BidReceived, now: Millis) -> BidRejected | None:
+    if not auction.is_selling(now):
+        return not_selling(auction, event.bid_id, now)
     free = len(free_units(auction))
     # While a batch of others is open, its devices are still free: the batch decides.
     if event.bid.quantity > free:

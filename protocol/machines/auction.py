@@ -54,7 +54,7 @@ from protocol.machines.auction_types import (
     free_units,
 )
 from protocol.machines.clearing import clear_batch, promote_runners_up, reject_runners_up
-from protocol.pricing import lifted, repriced
+from protocol.pricing import clock_price, lifted, repriced
 from protocol.records import BidAck, ChainEntry, Grant, RejectReason, Release
 from protocol.units import Millis, Price
 
@@ -122,7 +122,9 @@ def _bid_received(auction: Auction, event: BidReceived, now: Millis) -> AuctionS
         batch = OpenBatch(
             number=auction.batch_number + 1, closes_at=Millis(max(opening_ends, now + curve.tick_ms)), bids=()
         )
-    batch = msgspec.structs.replace(batch, bids=(*batch.bids, event))
+    pays = min(event.bid.price, clock_price(auction.curve, event.received_at))
+    admitted = msgspec.structs.replace(event, pays=pays)
+    batch = msgspec.structs.replace(batch, bids=(*batch.bids, admitted))
     auction = msgspec.structs.replace(auction, batch=batch, batch_number=batch.number)
     ack = BidAck(bid_id=event.bid_id, batch=batch.number, received_at=event.received_at, closes_at=batch.closes_at)
     return auction, (Acknowledge(ack),)
@@ -163,7 +165,9 @@ def _countersigned(auction: Auction, event: CountersignatureReceived, now: Milli
     if any(lease.lease == event.lease for lease in auction.leases):
         return auction, ()  # delivered twice
     hold = next((hold for hold in auction.holds if hold.lease == event.lease), None)
-    if hold is None or hold.renter != event.renter or now >= hold.lapses_at:
+    # A hold from before the database was found to be old must not become a lease on a leased device.
+    is_late = hold is None or now >= hold.lapses_at or now < auction.sells_from
+    if hold is None or is_late or hold.renter != event.renter:
         return auction, (RefuseCountersignature(event.lease, event.countersignature_id),)
     lease = SoldLease(
         lease=hold.lease,
@@ -232,20 +236,23 @@ def _lease_ended(auction: Auction, event: LeaseEnded, now: Millis) -> AuctionSte
 
 
 def _listing_changed(auction: Auction, event: ListingChanged) -> AuctionStep:
-    """Take the devices that are sellable now; a device that is sold stays known until its release."""
+    """Take the devices that are sellable now; a device that is sold stays listed until its release."""
     sold = {key for lease in auction.leases for key in lease.keys} | {
         key for hold in auction.holds for key in hold.keys
     }
-    known = {unit.key: unit for unit in auction.units}
-    keys = [*known, *(key for key in event.present if key not in known)]
-    units = tuple(
-        msgspec.structs.replace(
-            known.get(key, event.present.get(key) or known[key]), available=key in event.sellable
-        )
-        for key in keys
-        if key in event.present or key in sold
+    newest: dict[bytes, Unit] = {}
+    for unit in (*auction.units, *auction.retired, *event.present.values()):
+        # A device may have been sold in another listing meanwhile: its longest chain is the one that goes on.
+        if unit.key not in newest or unit.number > newest[unit.key].number:
+            newest[unit.key] = unit
+    listed = [key for key in newest if key in event.present or key in sold]
+    units = tuple(msgspec.structs.replace(newest[key], available=key in event.sellable) for key in listed)
+    retired = tuple(
+        msgspec.structs.replace(unit, available=False)
+        for key, unit in newest.items()
+        if key not in listed and unit.number
     )
-    changed = msgspec.structs.replace(auction, units=units, listing=event.listing)
+    changed = msgspec.structs.replace(auction, units=units, retired=retired, listing=event.listing)
     if changed == auction:
         return auction, ()
     return changed, () if changed.paused else (PublishOffer(),)
@@ -299,6 +306,8 @@ def is_sound(auction: Auction) -> str | None:
         return "the reserve price is above the start price"
     if len({hold.renter for hold in auction.holds}) != len(auction.holds):
         return "a renter has two holds"
+    if {unit.key for unit in auction.units} & {unit.key for unit in auction.retired}:
+        return "a device is listed and retired"
     if len(free_units(auction)) + len(set(taken)) > len(auction.units):
         return "more devices free or taken than there are"
     return None

@@ -29,7 +29,8 @@ from protocol.units import Millis
 
 HOLD_MS = 2000
 """How long an award waits for its countersignature."""
-BATCH_BIDS_MAX = 256
+WAITING_BIDS_MAX = 256
+"""Most bids of one auction that wait for an award, so that its state always fits one record of the store."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,8 @@ class BidReceived(msgspec.Struct, frozen=True):
     """What the ledger lets this renter still owe, in nano-credits."""
     address_prefix: str = ""
     """The renter's network (one hold each); "" for private addresses, where many honest nodes share one."""
+    pays: int = 0
+    """The price if it is served: set when it is admitted, so that no later sale or repricing changes it."""
 
 
 class OpenBatch(msgspec.Struct, frozen=True):
@@ -131,6 +134,8 @@ class Auction(msgspec.Struct, frozen=True, kw_only=True):
     listing: Listing
     curve: Curve
     units: tuple[Unit, ...]
+    retired: tuple[Unit, ...] = ()
+    """Devices that are not here now. Forgetting one would begin its chain anew when it comes back."""
     secret: bytes
     """The lottery secret that the current offer commits to."""
     sequence: int = 0
@@ -169,6 +174,15 @@ class Auction(msgspec.Struct, frozen=True, kw_only=True):
         """Return the earliest time at which a device may come free, or None when nothing says so."""
         times = [hold.lapses_at for hold in self.holds] + [lease.until for lease in self.leases]
         return Millis(max(now, min(times))) if times else None
+
+    def waiting(self) -> tuple[BidReceived, ...]:
+        """Return the bids that may still be awarded: those of the open batch and the runners-up."""
+        batch = self.batch.bids if self.batch is not None else ()
+        return (*batch, *(bid for group in self.runners_up for bid in group.bids))
+
+    def is_selling(self, now: Millis) -> bool:
+        """Return whether anything may be sold: not paused, and no forgotten lease may be out."""
+        return not self.paused and now >= self.sells_from
 
     def time_of(self, price: int, now: Millis) -> Millis | None:
         """Return when the clock will be at or below `price`; None when the reserve is above it."""

@@ -8,6 +8,7 @@ import msgspec
 from blake3 import blake3
 
 from protocol.identity import hash_bytes, lease_id
+from protocol.machines.admission import not_selling
 from protocol.machines.auction_types import (
     HOLD_MS,
     Auction,
@@ -22,7 +23,6 @@ from protocol.machines.auction_types import (
     Unit,
     free_units,
 )
-from protocol.pricing import clock_price
 from protocol.records import ChainHead, RejectReason, Transcript
 from protocol.units import Millis
 
@@ -45,21 +45,21 @@ def clear_batch(auction: Auction, fresh_secret: bytes, now: Millis) -> AuctionSt
     batch = auction.batch
     if batch is None:
         return auction, ()
-    auction = msgspec.structs.replace(auction, batch=None)
-    wanted = sum(bid.bid.quantity for bid in batch.bids)
-    if wanted <= len(free_units(auction)):
-        effects: list[AuctionEffect] = []
-        for bid in batch.bids:
+    # Who waits from an older batch comes before this one.
+    auction, effects = promote_runners_up(msgspec.structs.replace(auction, batch=None), now)
+    in_time = [bid for bid in batch.bids if bid.bid.expires_at > now and auction.is_selling(now)]
+    effects += tuple(_unserved(auction, bid, None, now) for bid in batch.bids if bid not in in_time)
+    if sum(bid.bid.quantity for bid in in_time) <= len(free_units(auction)):
+        for bid in in_time:
             auction, award = _hold(auction, bid, None, now)
-            effects.append(award)
-        return auction, tuple(effects)
-    ranked = sorted(batch.bids, key=lambda bid: lottery_rank(auction.secret, batch.number, bid.renter))
-    fits = _count_served(ranked, len(free_units(auction)))
+            effects += (award,)
+        return auction, effects
+    ranked = sorted(in_time, key=lambda bid: lottery_rank(auction.secret, batch.number, bid.renter))
     transcript = Transcript(
         batch=batch.number,
         secret=auction.secret,
         bid_hashes=tuple(hash_bytes(bid.bid_id) for bid in ranked),
-        served=fits,
+        served=_count_served(ranked, len(free_units(auction))),
     )
     # The secret is known from now on: the next offer commits to a fresh one.
     auction = msgspec.structs.replace(auction, secret=fresh_secret)
@@ -67,7 +67,7 @@ def clear_batch(auction: Auction, fresh_secret: bytes, now: Millis) -> AuctionSt
     auction = msgspec.structs.replace(auction, runners_up=(*auction.runners_up, group))
     auction, served = promote_runners_up(auction, now)
     auction, dropped = _drop_oldest_group(auction, now)
-    return auction, (*served, *dropped, PublishOffer())
+    return auction, (*effects, *served, *dropped, PublishOffer())
 
 
 def promote_runners_up(auction: Auction, now: Millis) -> AuctionStep:
@@ -77,26 +77,26 @@ def promote_runners_up(auction: Auction, now: Millis) -> AuctionStep:
     for group in auction.runners_up:
         waiting: list[BidReceived] = []
         for bid in group.bids:
-            if bid.bid.expires_at <= now:
-                effects.append(_lost(auction, bid, group.transcript, now))
-            elif bid.bid.quantity <= len(free_units(auction)) and not auction.paused:
+            if bid.bid.expires_at <= now or not auction.is_selling(now):
+                effects.append(_unserved(auction, bid, group.transcript, now))
+            elif bid.bid.quantity <= len(free_units(auction)):
                 auction, award = _hold(auction, bid, group.transcript, now)
                 effects.append(award)
             else:
                 waiting.append(bid)
-        if waiting and auction.holds:
+        if waiting:
             groups.append(RunnersUp(tuple(waiting), group.transcript))
-        else:
-            effects.extend(_lost(auction, bid, group.transcript, now) for bid in waiting)
-    return msgspec.structs.replace(auction, runners_up=tuple(groups)), tuple(effects)
+    auction = msgspec.structs.replace(auction, runners_up=tuple(groups))
+    auction, lost = reject_runners_up(auction, now)
+    return auction, (*effects, *lost)
 
 
 def reject_runners_up(auction: Auction, now: Millis) -> AuctionStep:
-    """After a sale: keep the runners-up only while some hold may still lapse in their favour."""
+    """Keep the runners-up only while some hold may still lapse in their favour."""
     if auction.holds:
         return auction, ()
     effects = tuple(
-        _lost(auction, bid, group.transcript, now) for group in auction.runners_up for bid in group.bids
+        _unserved(auction, bid, group.transcript, now) for group in auction.runners_up for bid in group.bids
     )
     return msgspec.structs.replace(auction, runners_up=()), effects
 
@@ -105,7 +105,7 @@ def _drop_oldest_group(auction: Auction, now: Millis) -> AuctionStep:
     if len(auction.runners_up) <= RUNNERS_UP_GROUPS_MAX:
         return auction, ()
     oldest, *kept = auction.runners_up
-    effects = tuple(_lost(auction, bid, oldest.transcript, now) for bid in oldest.bids)
+    effects = tuple(_unserved(auction, bid, oldest.transcript, now) for bid in oldest.bids)
     return msgspec.structs.replace(auction, runners_up=tuple(kept)), effects
 
 
@@ -127,7 +127,7 @@ def _hold(
         lease=lease_id(auction.provider, event.renter, bid.nonce),
         bid_id=event.bid_id,
         renter=event.renter,
-        price=min(bid.price, clock_price(auction.curve, event.received_at)),
+        price=event.pays,
         keys=tuple(unit.key for unit in units),
         until=Millis(now + bid.duration_ms + auction.listing.terms.notice_ms),
         lapses_at=Millis(now + HOLD_MS),
@@ -137,13 +137,22 @@ def _hold(
     return msgspec.structs.replace(auction, holds=(*auction.holds, hold)), SendAward(hold, heads, transcript)
 
 
-def _lost(auction: Auction, event: BidReceived, transcript: Transcript, now: Millis) -> Reject:
-    rejection = auction.rejection(
-        event.bid_id,
-        RejectReason.LOST_LOTTERY,
-        now,
-        detail="the batch asked for more devices than there were",
-        retry_at=auction.retry_when_free(now),
-        transcript=transcript,
-    )
+def _unserved(auction: Auction, event: BidReceived, transcript: Transcript | None, now: Millis) -> Reject:
+    """Return what a bid is told that was admitted and is not awarded."""
+    if not auction.is_selling(now):
+        rejection = not_selling(auction, event.bid_id, now)
+    elif event.bid.expires_at <= now:
+        detail = "the bid expired while it waited"
+        rejection = auction.rejection(
+            event.bid_id, RejectReason.EXPIRED, now, detail=detail, transcript=transcript
+        )
+    else:
+        rejection = auction.rejection(
+            event.bid_id,
+            RejectReason.LOST_LOTTERY,
+            now,
+            detail="the batch asked for more devices than there were",
+            retry_at=auction.retry_when_free(now),
+            transcript=transcript,
+        )
     return Reject(event.renter, rejection)
