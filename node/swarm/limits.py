@@ -122,4 +122,4 @@ class TokenBucket:
 
     def _refill(self, now: float) -> None:
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._updated) * self._rate)
-        self._updated = now
+        self._updated = max(self._updated, now)
