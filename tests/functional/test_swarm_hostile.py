@@ -419,7 +419,7 @@ async def test_random_yamux_frames_leave_the_node_serving():
     async with open_node(1, connects_burst=200) as node:
         node.on_request("trade/1", echo)
         node.on_gossip("offers", accept)
-        choose = random.Random(7)  # noqa: S311 - must repeat
+        choose = random.Random(7)
         for _ in range(6):
             async with open_stranger() as stranger:
                 muxed = await stranger.join(node.addresses[0], node.node)

@@ -69,7 +69,7 @@ class MemoryHub:
     """The wires between the nodes."""
 
     def __init__(self, seed: int, faults: Faults, nursery: trio.Nursery) -> None:
-        self.random = random.Random(seed)  # noqa: S311 - must repeat
+        self.random = random.Random(seed)
         self.faults = faults
         self.counters: Counter[str] = Counter()
         self.trace: list[str] = []
