@@ -40,7 +40,6 @@ from protocol.machines.auction_types import (
     OfferSigned,
     OpenBatch,
     PauseChanged,
-    PublishOffer,
     RefuseCountersignature,
     Reject,
     Repriced,
@@ -52,6 +51,7 @@ from protocol.machines.auction_types import (
     Unit,
     WithdrawOffer,
     free_units,
+    publishing,
 )
 from protocol.machines.clearing import clear_batch, promote_runners_up, reject_runners_up
 from protocol.pricing import clock_price, lifted, repriced
@@ -84,16 +84,17 @@ def step(auction: Auction, event: AuctionEvent, now: Millis) -> AuctionStep:
             curve = repriced(auction.curve, now, Price(start), Price(reserve))
             if (curve.start, curve.reserve) == (auction.curve.start, auction.curve.reserve):
                 return auction, ()
-            return msgspec.structs.replace(auction, curve=curve), (PublishOffer(),)
+            auction = msgspec.structs.replace(auction, curve=curve)
+            return auction, publishing(auction)
         case ListingChanged():
             return _listing_changed(auction, event)
         case PauseChanged(paused):
             if paused == auction.paused:
                 return auction, ()
-            effect: AuctionEffect = WithdrawOffer() if paused else PublishOffer()
-            return msgspec.structs.replace(auction, paused=paused), (effect,)
+            auction = msgspec.structs.replace(auction, paused=paused)
+            return auction, (WithdrawOffer(),) if paused else publishing(auction)
         case OfferRefreshed():
-            return auction, () if auction.paused else (PublishOffer(),)
+            return auction, publishing(auction)
         case OfferSigned(offer_id, sequence):
             recent = (offer_id, *auction.recent_offers)[:RECENT_OFFERS_MAX]
             return msgspec.structs.replace(auction, recent_offers=recent, sequence=sequence), ()
@@ -187,7 +188,7 @@ def _countersigned(auction: Auction, event: CountersignatureReceived, now: Milli
         lapses=tuple(lapse for lapse in auction.lapses if lapse.renter != hold.renter),
     )
     auction, rejected = reject_runners_up(auction, now)
-    return auction, (StartKeeper(lease.lease), PublishOffer(), *rejected)
+    return auction, (StartKeeper(lease.lease), *publishing(auction), *rejected)
 
 
 def _keeper_ready(auction: Auction, event: KeeperReady, now: Millis) -> AuctionStep:
@@ -206,7 +207,7 @@ def _keeper_ready(auction: Auction, event: KeeperReady, now: Millis) -> AuctionS
     )
     auction = _advanced(auction, lease.keys, content_id_of(grant))
     auction = _with_lease(auction, msgspec.structs.replace(lease, phase=LeasePhase.LEASED))
-    return auction, (SendGrant(lease.renter, grant), PublishOffer())
+    return auction, (SendGrant(lease.renter, grant), *publishing(auction))
 
 
 def _keeper_failed(auction: Auction, event: KeeperFailed, now: Millis) -> AuctionStep:
@@ -215,7 +216,7 @@ def _keeper_failed(auction: Auction, event: KeeperFailed, now: Millis) -> Auctio
         return auction, ()
     auction = _without_lease(auction, lease.lease)
     rejection = auction.rejection(lease.bid_id, RejectReason.PROVIDER_FAILED, now, detail=event.detail)
-    return auction, (ForgetLease(lease.lease), Reject(lease.renter, rejection), PublishOffer())
+    return auction, (ForgetLease(lease.lease), Reject(lease.renter, rejection), *publishing(auction))
 
 
 def _lease_ended(auction: Auction, event: LeaseEnded, now: Millis) -> AuctionStep:
@@ -223,7 +224,8 @@ def _lease_ended(auction: Auction, event: LeaseEnded, now: Millis) -> AuctionSte
     if lease is None:
         return auction, ()
     if lease.phase is LeasePhase.GRANTING:
-        return _without_lease(auction, lease.lease), (ForgetLease(lease.lease), PublishOffer())
+        auction = _without_lease(auction, lease.lease)
+        return auction, (ForgetLease(lease.lease), *publishing(auction))
     release = Release(
         lease=lease.lease,
         entries=_entries(auction, lease.keys),
@@ -232,7 +234,7 @@ def _lease_ended(auction: Auction, event: LeaseEnded, now: Millis) -> AuctionSte
         reason=event.reason,
     )
     auction = _without_lease(_advanced(auction, lease.keys, content_id_of(release)), lease.lease)
-    return auction, (SendRelease(lease.renter, release), PublishOffer())
+    return auction, (SendRelease(lease.renter, release), *publishing(auction))
 
 
 def _listing_changed(auction: Auction, event: ListingChanged) -> AuctionStep:
@@ -255,14 +257,16 @@ def _listing_changed(auction: Auction, event: ListingChanged) -> AuctionStep:
     changed = msgspec.structs.replace(auction, units=units, retired=retired, listing=event.listing)
     if changed == auction:
         return auction, ()
-    return changed, () if changed.paused else (PublishOffer(),)
+    if not changed.units and not changed.paused:
+        return changed, (WithdrawOffer(),)
+    return changed, publishing(changed)
 
 
 def _epoch_opened(auction: Auction, epoch: int, sells_from: Millis) -> AuctionStep:
     if epoch <= auction.epoch:
         return auction, ()
     changed = msgspec.structs.replace(auction, epoch=epoch, sells_from=sells_from)
-    return changed, () if changed.paused else (PublishOffer(),)
+    return changed, publishing(changed)
 
 
 def _lease(auction: Auction, lease_id: bytes) -> SoldLease | None:

@@ -371,6 +371,11 @@ def free_units(auction: Auction) -> tuple[Unit, ...]:
     return tuple(unit for unit in auction.units if unit.available and unit.key not in taken)
 
 
+def publishing(auction: Auction) -> tuple[AuctionEffect, ...]:
+    """Return the effect that states the auction anew; none while there is nothing to state."""
+    return () if auction.paused or not auction.units else (PublishOffer(),)
+
+
 def offer_of(
     auction: Auction,
     *,

@@ -16,12 +16,12 @@ from protocol.machines.auction_types import (
     AuctionStep,
     BidReceived,
     Hold,
-    PublishOffer,
     Reject,
     RunnersUp,
     SendAward,
     Unit,
     free_units,
+    publishing,
 )
 from protocol.records import ChainHead, RejectReason, Transcript
 from protocol.units import Millis
@@ -67,7 +67,7 @@ def clear_batch(auction: Auction, fresh_secret: bytes, now: Millis) -> AuctionSt
     auction = msgspec.structs.replace(auction, runners_up=(*auction.runners_up, group))
     auction, served = promote_runners_up(auction, now)
     auction, dropped = _drop_oldest_group(auction, now)
-    return auction, (*effects, *served, *dropped, PublishOffer())
+    return auction, (*effects, *served, *dropped, *publishing(auction))
 
 
 def promote_runners_up(auction: Auction, now: Millis) -> AuctionStep:

@@ -423,6 +423,15 @@ def test_what_changes_nothing_publishes_nothing() -> None:
     assert table.apply(OfferRefreshed()) == (PublishOffer(),)
 
 
+def test_a_listing_without_devices_is_withdrawn_and_not_offered() -> None:
+    table = Table()
+    assert table.list_devices() == (WithdrawOffer(),)
+    for event in (OfferRefreshed(), Repriced(500_000, 0), EpochOpened(1, Millis(0)), PauseChanged(paused=True)):
+        assert PublishOffer() not in table.apply(event)
+    assert table.apply(PauseChanged(paused=False)) == ()
+    assert table.list_devices(0) == (PublishOffer(),)
+
+
 def test_a_bid_on_a_slightly_older_offer_will_do_and_on_a_much_older_one_will_not() -> None:
     table = Table()
     for number in range(15):
