@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -395,7 +394,7 @@ async def main():
     await output.until(b"ready")
     if sys.argv[5] == "frozen":
         job.freeze()
-    print("running", flush=True)
+    os.write(1, b"running\\n")
     await trio.sleep_forever()
 trio.run(main)
 """
@@ -406,13 +405,15 @@ async def test_the_job_of_a_keeper_killed_by_force_is_swept(bench: Bench, state:
     name = f"test-{os.getpid()}-orphan"
     argv = [sys.executable, "-c", KEEPER, str(bench.root), str(JOB_UID), str(Path(__file__).parent), name, state]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    said = Output()
     async with trio.open_nursery() as nursery:
-        run = functools.partial(trio.run_process, argv, stdout=subprocess.PIPE, env=environment, check=False)
+        run = functools.partial(trio.run_process, argv, stdout=said.write_end, env=environment, check=False)
         keeper: trio.Process = await nursery.start(run)
-        assert keeper.stdout is not None
-        assert await keeper.stdout.receive_some() == b"running\n"
+        said.close_write_end()
+        await said.until(b"running")
         assert groups() != []
         keeper.kill()
+    said.close()
     await bench.sandbox.sweep(name)  # type: ignore[attr-defined]
     assert groups() == []
     await bench.sandbox.sweep(name)  # type: ignore[attr-defined]
