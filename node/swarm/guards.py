@@ -58,6 +58,7 @@ PRIVATES: dict[str, tuple[str, ...]] = {
         "_read_data_body",
         "_write_frame",
     ),
+    "libp2p.stream_muxer.yamux.yamux:YamuxStream": ("_auto_tune_and_send_window_update",),
     "libp2p.stream_muxer.yamux.yamux:": ("MAX_WINDOW_SIZE", "YAMUX_HEADER_FORMAT", "TYPE_PING", "FLAG_SYN"),
     "libp2p.pubsub.pubsub:Pubsub": (
         "_handle_new_peer",
@@ -71,6 +72,7 @@ PRIVATES: dict[str, tuple[str, ...]] = {
 """Module and class (or only the module) -> what of it is relied on."""
 INSTANCE_PRIVATES = (
     "Yamux._ping_event Yamux._ping_id Yamux._ping_sent_time Yamux.stream_buffers Yamux.stream_events "
+    "YamuxStream._pending_recv_release YamuxStream.window_lock YamuxStream.recv_window "
     "Swarm.auto_connector Swarm.manager "
     "GossipSub._pending_messages GossipSub.recent_message_deliveries GossipSub.equivocation_detection "
     "GossipSub.back_off GossipSub.scorer "
@@ -419,11 +421,24 @@ class GuardedHost(BasicHost):
         """Push to nobody."""
 
 
-def tame_library() -> None:
-    """Change libp2p's process-wide settings: yamux's windows are bounded, and its logger is silent.
+async def _release_window(stream: Untyped, *, bytes_read: int = 0) -> None:
+    """Give the peer room again once half of a stream's window was read; libp2p answers each byte with a frame."""
+    stream._pending_recv_release += bytes_read
+    if stream._pending_recv_release < WINDOW_MAX // 2:
+        return
+    released, stream._pending_recv_release = stream._pending_recv_release, 0
+    async with stream.window_lock:
+        stream.recv_window += released
+    await stream.send_window_update(released)
 
-    libp2p logs an error for every peer that closes a connection, and sets its own level when it is imported.
+
+def tame_library() -> None:
+    """Change libp2p's process-wide settings; idempotent.
+
+    Yamux's windows are bounded and released in large steps, and the logger is silent: libp2p logs an error for
+    every peer that closes a connection, and sets its own level when it is imported.
     """
     yamux.MAX_WINDOW_SIZE = WINDOW_MAX
+    yamux.YamuxStream._auto_tune_and_send_window_update = _release_window
     if not os.environ.get("LIBP2P_DEBUG"):
         logging.getLogger("libp2p").setLevel(logging.CRITICAL)

@@ -110,7 +110,7 @@ def _instances() -> dict[str, object]:
 async def test_private_attributes_of_instances_exist():
     muxed = yamux.Yamux(Session(), ID(b"x"), is_initiator=True)
     swarm = GuardedSwarm(ID(b"x"), PeerStore(), None, keeper=None)
-    instances = {**_instances(), "Yamux": muxed, "Swarm": swarm}
+    instances = {**_instances(), "Yamux": muxed, "YamuxStream": yamux.YamuxStream(1, muxed, True), "Swarm": swarm}
     for entry in INSTANCE_PRIVATES.split():
         owner, _, name = entry.partition(".")
         # `manager` is a property that raises until the service runs.
@@ -140,9 +140,22 @@ async def test_the_tcp_stream_below_a_connection_is_found():
             await listener.aclose()
 
 
-def test_windows_are_bounded_for_the_whole_process():
+async def test_windows_are_bounded_and_released_in_large_steps():
     guards.tame_library()
     assert yamux.MAX_WINDOW_SIZE == guards.WINDOW_MAX == yamux.DEFAULT_WINDOW_SIZE
+    stream = yamux.YamuxStream(1, yamux.Yamux(Session(), ID(b"x"), is_initiator=True), True)
+    released = []
+
+    async def send_window_update(increment: int) -> None:
+        released.append(increment)
+
+    stream.send_window_update = send_window_update
+    for _ in range(3):
+        await stream._auto_tune_and_send_window_update(bytes_read=50_000)
+    assert released == [150_000]
+    await stream._auto_tune_and_send_window_update(bytes_read=1)
+    assert released == [150_000]
+    assert stream.recv_window == guards.WINDOW_MAX + 150_000
 
 
 def test_an_assertion_of_libp2p_is_not_our_bug():
