@@ -197,21 +197,33 @@ class AuctionMachine(RuleBasedStateMachine):
 
     # --- what happens ---------------------------------------------------------------------------------------
 
-    @initialize(devices=st.integers(1, DEVICES_MAX), age=st.sampled_from([0, 20 * MINUTE_MS, 10 * 60 * MINUTE_MS]))
+    @initialize(devices=st.integers(2, DEVICES_MAX), age=st.sampled_from([0, 20 * MINUTE_MS, 10 * 60 * MINUTE_MS]))
     def open_shop(self, devices: int, age: int) -> None:
         self.table.auction = an_auction(
             devices=0, recent_offers=(), curve=a_curve(opened_at=NOW - age), listing=a_listing()
         )
-        self.measure(set(range(devices)), set(range(devices)))
+        self.measure(set(range(devices)), set())
 
     @rule(
-        number=st.integers(1, 7), quantity=st.integers(1, 3), above=st.integers(-3000, 3000),
-        lifetime=st.sampled_from([400, 10 * SECOND_MS]), prefix=st.sampled_from(PREFIXES),
-        signed_ago=st.sampled_from([0, 0, 0, 1500, -6 * SECOND_MS]), known=st.integers(0, 9).map(bool),
+        people=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), min_size=1, max_size=4),
+        above=st.integers(-1500, 3000), prefix=st.sampled_from(PREFIXES),
     )  # fmt: skip
-    def bid(
-        self, number: int, quantity: int, above: int, lifetime: int, prefix: str, signed_ago: int, known: bool
-    ) -> None:
+    def bid(self, people: list[tuple[int, int]], above: int, prefix: str) -> None:
+        for number, quantity in people:
+            self.place(number, quantity, above, prefix=prefix if number % 2 else "")
+
+    @rule(
+        number=st.integers(1, 7), above=st.integers(-20_000, 20_000),
+        lifetime=st.sampled_from([400, 10 * SECOND_MS]),
+        signed_ago=st.sampled_from([0, 1500, 11 * SECOND_MS, -4 * SECOND_MS, -6 * SECOND_MS]), known=st.booleans(),
+    )  # fmt: skip
+    def bid_oddly(self, number: int, above: int, lifetime: int, signed_ago: int, known: bool) -> None:
+        self.place(number, 1, above, lifetime=lifetime, signed_ago=signed_ago, known=known)
+
+    def place(
+        self, number: int, quantity: int, above: int, *, lifetime: int = 10 * SECOND_MS, prefix: str = "",
+        signed_ago: int = 0, known: bool = True,
+    ) -> None:  # fmt: skip
         self.serial += 1
         auction, now = self.table.auction, self.table.now
         offer = auction.recent_offers[0] if auction.recent_offers and known else hash_bytes(b"unknown")
@@ -231,7 +243,7 @@ class AuctionMachine(RuleBasedStateMachine):
         effects = self.apply(received)
         assert sum(isinstance(effect, Acknowledge | Reject) for effect in effects) == 1
 
-    @rule(ms=st.sampled_from([1, 100, 300, 2000, 2500, MINUTE_MS]))
+    @rule(ms=st.sampled_from([1, 100, 300, MINUTE_MS]))
     def wait(self, ms: int) -> None:
         self.table.wait(ms)
 
@@ -248,6 +260,23 @@ class AuctionMachine(RuleBasedStateMachine):
         self.serial += 1
         self.apply(TimeReached(hash_bytes(self.serial.to_bytes(9, "big"))))
 
+    @precondition(lambda self: self.table.auction.batch is not None)
+    @rule()
+    def close_batch(self) -> None:
+        self.tick(b"close")
+
+    @precondition(lambda self: self.table.auction.batch is not None)
+    @rule()
+    def sell_all(self) -> None:
+        self.tick(b"sell")
+        self.countersign_all_in_time()
+
+    @precondition(lambda self: self.table.auction.holds)
+    @rule()
+    def countersign_all_in_time(self) -> None:  # unless the clock has gone on
+        for hold in self.table.auction.holds:
+            self.apply(CountersignatureReceived(hold.lease, hold.renter, hash_bytes(hold.lease)))
+
     @precondition(lambda self: self.table.auction.holds)
     @rule(data=st.data(), by_another=st.integers(0, 9).map(lambda drawn: drawn == 0))
     def countersign(self, data: st.DataObject, by_another: bool) -> None:
@@ -262,36 +291,54 @@ class AuctionMachine(RuleBasedStateMachine):
             assert self.apply(CountersignatureReceived(hold.lease, who, hash_bytes(hold.lease))) == ()
 
     @precondition(lambda self: self.table.auction.leases)
-    @rule(data=st.data(), what=st.sampled_from(["ready", "ready", "failed", "ended", "ended"]))
-    def keeper(self, data: st.DataObject, what: str) -> None:
+    @rule()
+    def keepers_are_ready(self) -> None:
+        for sold in self.table.auction.leases:
+            self.apply(KeeperReady(sold.lease, hash_bytes(b"commitment" + sold.lease)))
+
+    @precondition(lambda self: self.table.auction.leases)
+    @rule(data=st.data())
+    def keeper_fails(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.table.auction.leases)).lease
-        if what == "ready":
-            self.apply(KeeperReady(lease, hash_bytes(b"commitment" + lease)))
-        elif what == "failed":
-            self.apply(KeeperFailed(lease, "it did not start"))
-        else:
-            self.apply(LeaseEnded(lease, "completed"))
+        self.apply(KeeperFailed(lease, "it did not start"))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def lease_ends(self, data: st.DataObject) -> None:
+        self.apply(LeaseEnded(data.draw(st.sampled_from(sorted(self.granted))), "completed"))
 
     @rule(start=st.integers(0, 600_000), reserve=st.integers(0, 600_000))
     def reprice(self, start: int, reserve: int) -> None:
         self.apply(Repriced(max(start, reserve), min(start, reserve)))
 
-    @rule(present=st.sets(st.integers(0, DEVICES_MAX)), off=st.sets(st.integers(0, DEVICES_MAX), max_size=2))
+    @rule(away=st.sets(st.integers(0, DEVICES_MAX), max_size=2), off=st.sets(st.integers(0, 1), max_size=1))
+    def lose_devices(self, away: set[int], off: set[int]) -> None:
+        self.measure(set(range(DEVICES_MAX)) - away, off)
+
+    @rule()
+    def all_devices_come_and_go(self) -> None:
+        self.measure(set(), set())
+        self.measure(set(range(DEVICES_MAX)), set())
+
     def measure(self, present: set[int], off: set[int]) -> None:
         units = {key(number): Unit(key(number), 0, GENESIS, True) for number in sorted(present)}
-        sellable = frozenset(key(number) for number in present - off) if off != present else frozenset(units)
+        sellable = frozenset(key(number) for number in present - off)
         self.apply(ListingChanged(self.table.auction.listing, units, sellable))
         assert {unit.key for unit in self.table.auction.units} >= set(units)
 
-    @rule(paused=st.booleans())
-    def pause(self, paused: bool) -> None:
-        self.apply(PauseChanged(paused))
+    @rule(away_ms=st.sampled_from([0, 0, 300]))
+    def pause(self, away_ms: int) -> None:
+        self.apply(PauseChanged(paused=True))
+        self.place(1, 1, 0)
+        self.table.wait(away_ms)
+        self.apply(TimeReached(hash_bytes(b"paused" + self.serial.to_bytes(8, "big"))))
+        self.apply(PauseChanged(paused=False))
 
     @rule()
     def refresh(self) -> None:
         self.apply(OfferRefreshed())
 
-    @rule(ahead=st.sampled_from([0, 1000, 5000]))
+    @rule(ahead=st.sampled_from([0, 100, 1000]))
     def open_epoch(self, ahead: int) -> None:
         self.apply(EpochOpened(self.table.auction.epoch + 1, Millis(self.table.now + ahead)))
 
@@ -335,6 +382,6 @@ class AuctionMachine(RuleBasedStateMachine):
 
 
 AuctionMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_an_auction_in_any_order = AuctionMachine.TestCase
