@@ -17,7 +17,7 @@ from node.clock import SystemClock
 from node.errors import NodeError
 from node.keeper.provider import ProviderKeeper
 from node.keeper.renter import RenterKeeper
-from node.keeper.start import bound_own_log, prepare_process
+from node.keeper.start import IDLE_MS, bound_own_log, prepare_process, tunnel_limits
 from node.lease.files import Role, delete_keys, read_keys, read_lease_file, read_status
 from node.lease.lock import LeaseHeld, LeaseLock
 from node.lease.service import bound_socket
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="the lease's directory")
     parser.add_argument("socket", type=Path, help="where the daemon finds this keeper")
     parser.add_argument("--log-level", choices=logging.LEVELS, default="info")
+    parser.add_argument("--idle-ms", type=int, default=IDLE_MS, help="after this silence a peer counts as gone")
     arguments = parser.parse_args()
     prepare_process()
     logging.configure(arguments.log_level, json_lines=True)
@@ -46,7 +47,7 @@ def main() -> int:
     except NodeError as error:
         log.warning("keeper.not_begun", reason=str(error))
         return EXIT_HELD if isinstance(error, LeaseHeld) else EXIT_FAILED
-    problem = _run(arguments.directory, arguments.socket, lock.generation)
+    problem = _run(arguments, lock.generation)
     lock.release()
     if problem is None:
         return 0
@@ -54,10 +55,10 @@ def main() -> int:
     return EXIT_FAILED
 
 
-def _run(directory: Path, socket_path: Path, generation: int) -> NodeError | None:
+def _run(arguments: argparse.Namespace, generation: int) -> NodeError | None:
     """Look after the lease; return why that could not go on, None when it is settled."""
     try:
-        trio.run(_keep, directory, socket_path, generation)
+        trio.run(_keep, arguments.directory, arguments.socket, generation, arguments.idle_ms)
     except NodeError as error:
         return error
     except BaseExceptionGroup as group:
@@ -71,7 +72,7 @@ def _run(directory: Path, socket_path: Path, generation: int) -> NodeError | Non
     return None
 
 
-async def _keep(directory: Path, socket_path: Path, generation: int) -> None:
+async def _keep(directory: Path, socket_path: Path, generation: int, idle_ms: int) -> None:
     before = await trio.to_thread.run_sync(read_status, directory)
     if before is not None and before.phase is LeasePhase.SETTLED:
         await sweep_scratch(directory)
@@ -88,7 +89,7 @@ async def _keep(directory: Path, socket_path: Path, generation: int) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_heed_signals, keeper, nursery.cancel_scope)
             nursery.start_soon(_bound_log)
-            await keeper.run(listener, SystemClock())
+            await keeper.run(listener, SystemClock(), tunnel_limits(idle_ms))
             nursery.cancel_scope.cancel()
 
 

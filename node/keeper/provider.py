@@ -31,7 +31,7 @@ from node.lease.files import (
 )
 from node.log import get_logger
 from node.ports import Clock
-from node.tunnel import open_endpoint
+from node.tunnel import TunnelLimits, open_endpoint
 from protocol.errors import IllegalTransition
 from protocol.machines import provider_lease
 from protocol.machines import provider_lease_types as machine
@@ -62,7 +62,7 @@ class ProviderKeeper:
         self._journal: Journal[ProviderLease]
         self._tunnel: ProviderTunnel
 
-    async def run(self, listener: socket.socket, clock: Clock) -> None:
+    async def run(self, listener: socket.socket, clock: Clock, limits: TunnelLimits) -> None:
         """Look after the lease until it is settled. Raises NodeError when it can't be begun."""
         before = await trio.to_thread.run_sync(read_status, self._directory)
         anchor, state = read_saved(before, ProviderLease)
@@ -80,6 +80,7 @@ class ProviderKeeper:
             port=self._port,
             port_range=None if self._port else port_range,
             admit=frozenset({self._file.peer_tunnel_key}),
+            limits=limits,
         ) as endpoint:
             self._port = endpoint.port
             async with trio.open_nursery() as nursery:

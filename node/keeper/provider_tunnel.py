@@ -6,7 +6,6 @@ a renter whose address has changed must not wait until the old one times out.
 """
 
 from collections import deque
-from typing import TypeVar
 
 import msgspec
 import trio
@@ -48,10 +47,11 @@ STREAMS_MAX = 16
 ACKNOWLEDGEMENTS_MAX = 64
 STATUS_INTERVAL_MAX_S = 10.0
 """A running job's meter is told at least this often."""
+LOG_BYTES_EACH_S = 8 * 1024 * 1024
+"""A running job's output travels no faster: what it writes beyond that is dropped between head and tail, instead
+of the job (which is paid for by time) waiting for its own log."""
 STAGING_NOTE_S = 1.0
 """The machine hears of staging progress this often."""
-
-T = TypeVar("T")
 
 log = get_logger(__name__)
 
@@ -276,6 +276,8 @@ class ProviderTunnel:
                     await link.send(LogData(source, piece.offset, piece.data))
                     offsets[source] = piece.offset + len(piece.data)
                     has_sent = True
+                    if not is_over:
+                        await trio.sleep(len(piece.data) / LOG_BYTES_EACH_S)
             if has_sent:
                 continue
             if is_over:

@@ -32,7 +32,7 @@ from node.lease.files import (
 )
 from node.log import get_logger
 from node.ports import Clock
-from node.tunnel import open_endpoint
+from node.tunnel import TunnelLimits, open_endpoint
 from protocol.envelope import seal
 from protocol.errors import IllegalTransition
 from protocol.frames import CancelAsked, LogSource, OutputsCollected, VoucherSent
@@ -72,7 +72,7 @@ class RenterKeeper:
         self._leaving = trio.Event()
         self._journal: Journal[RenterLease]
 
-    async def run(self, listener: socket.socket, clock: Clock) -> None:
+    async def run(self, listener: socket.socket, clock: Clock, limits: TunnelLimits) -> None:
         """Look after the lease until it is settled. Raises NodeError when it can't be begun."""
         before = await trio.to_thread.run_sync(read_status, self._directory)
         anchor, state = read_saved(before, RenterLease)
@@ -91,7 +91,7 @@ class RenterKeeper:
                 nursery.start_soon(self._journal.follow_time, self._on_suspend)
                 nursery.start_soon(self._journal.tell_progress)
                 nursery.start_soon(self._read_inputs)
-                nursery.start_soon(self._keep_tunnel)
+                nursery.start_soon(self._keep_tunnel, limits)
                 await self._leaving.wait()
                 await trio.sleep(LAST_WORDS_S)
                 nursery.cancel_scope.cancel()
@@ -109,11 +109,11 @@ class RenterKeeper:
             idle_at=now,
         )
 
-    async def _keep_tunnel(self) -> None:
+    async def _keep_tunnel(self, limits: TunnelLimits) -> None:
         # "::" speaks IPv4 too, where the machine has IPv6 at all.
         for bind in ("::", "0.0.0.0"):  # noqa: S104 - it dials, and admits nobody
             try:
-                async with open_endpoint(self._keys.tunnel, bind=bind) as endpoint:
+                async with open_endpoint(self._keys.tunnel, bind=bind, limits=limits) as endpoint:
                     await self._tunnel.keep(endpoint)
             except TunnelError as error:
                 log.info("keeper.not_bound", bind=bind, reason=str(error))

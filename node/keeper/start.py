@@ -11,14 +11,18 @@ import stat
 import sys
 from pathlib import Path
 
+import msgspec
 import trio
 
 from node.lease.files import LeaseFile
 from node.lease.link import VERSION, VERSION_MIN, LinkHello
+from node.tunnel import LIMITS, TunnelLimits
 from protocol.machines.lease import LeaseFacts
 
 LAST_WORDS_S = 0.2
 """How long a keeper that leaves lets its links read their last status."""
+IDLE_MS = 12_000
+"""After this long a silent peer counts as gone: a keeper that died and came back is not dialled before."""
 REAP_INTERVAL_S = 5.0
 LOG_SIZE_MAX = 4 * 1024 * 1024
 DROPPED_PREFIXES = ("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_")
@@ -39,6 +43,11 @@ def facts_of(lease_file: LeaseFile) -> LeaseFacts:
         until=lease_file.until,
         terms=lease_file.terms,
     )
+
+
+def tunnel_limits(idle_ms: int) -> TunnelLimits:
+    """Return the tunnel's limits for a keeper that counts a peer as gone after `idle_ms`."""
+    return msgspec.structs.replace(LIMITS, idle_ms=idle_ms, keepalive_ms=max(1, idle_ms // 3))
 
 
 def link_hello(lease_file: LeaseFile, generation: int) -> LinkHello:

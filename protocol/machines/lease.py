@@ -65,7 +65,7 @@ class FailReason(enum.StrEnum):
     PROVIDER_AWAY = "provider_away"
     """Nothing was heard of the provider."""
     UNPAID = "unpaid"
-    """The renter is there, but its vouchers stop: the cap of the lease is spent."""
+    """The cap of the lease is spent: no voucher can pay for more."""
     METERS_DIVERGED = "meters_diverged"
     """The two meters differ by more than 1% and 2 s."""
     STAGING_FAILED = "staging_failed"

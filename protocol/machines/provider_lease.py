@@ -345,7 +345,8 @@ def _deadlines(lease: ProviderLease) -> Iterator[tuple[int, _DeadlineStep]]:
         case LeasePhase.FROZEN:
             yield facts.until - facts.terms.checkpoint_ms, _ended_by(FailReason.LEASE_OVER)
             if lease.frozen_at is not None:
-                yield lease.frozen_at + facts.terms.grace_ms, _grace_passed
+                unpaid = "no voucher came for longer than the grace"
+                yield lease.frozen_at + facts.terms.grace_ms, _ended_by(FailReason.RENTER_AWAY, unpaid)
         case LeasePhase.INTERRUPTING:
             if lease.kill_at is not None and not lease.was_killed:
                 yield lease.kill_at, lambda lease, _now: Step(_with(lease, was_killed=True), (KillJob(),))
@@ -382,12 +383,6 @@ def _ended_by(reason: FailReason, detail: str = "") -> _DeadlineStep:
 
 def _freeze(lease: ProviderLease, now: int) -> Step:
     return Step(_with(lease, phase=LeasePhase.FROZEN, frozen_at=now), (FreezeJob(),))
-
-
-def _grace_passed(lease: ProviderLease, now: int) -> Step:
-    if lease.is_connected:
-        return _interrupt(lease, FailReason.UNPAID, "the renter is there, but sends no vouchers", now, None)
-    return _interrupt(lease, FailReason.RENTER_AWAY, "no voucher came for longer than the grace", now, None)
 
 
 def _retention_passed(lease: ProviderLease, now: int) -> Step:
