@@ -20,14 +20,20 @@ from protocol.units import Millis
 
 ANSWER_MS = 10_000
 """How long a bid waits for its acknowledgement."""
-AWARD_SLACK_MS = 5_000
-"""How long after a batch's closing an award or rejection may take; covers a promoted runner-up."""
+AWARD_SLACK_MS = 10_000
+"""How long after a batch's closing an award or rejection may take: as long as a bid lives, since a runner-up may
+be promoted until then, and who lets such an award lapse is not let in again for a while."""
 GRANT_MS = 20_000
 """How long a countersigned award waits for its grant: the provider starts a keeper in between."""
 REST_MS = 30_000
 """How long a provider that did not answer is passed over."""
+STALE_REST_MS = 1_000
+"""How long a listing is passed over whose newer offer has not arrived yet."""
 RETRY_MIN_MS = 200
-EXCLUDED_MAX = 256
+RESTS_MAX = 64
+"""Most listings remembered as resting."""
+NOTE_SIZE_MAX = 200
+"""Longest note in characters: it may quote a provider, and the state has to fit one record of the store."""
 
 
 class Phase(enum.StrEnum):
@@ -203,6 +209,8 @@ def step(purchase: Purchase, event: PurchaseEvent, now: Millis) -> PurchaseStep:
         case CandidatesRanked():
             return _ranked(purchase, event, now)
         case BidSigned(bid):
+            if purchase.phase is not Phase.SEEKING or bid.price > purchase.max_price:
+                return purchase, ()
             deadline = Millis(now + ANSWER_MS)
             return msgspec.structs.replace(purchase, bid=bid, phase=Phase.BIDDING, deadline=deadline), ()
         case BidAcknowledged():
@@ -272,7 +280,9 @@ def _bid_failed(purchase: Purchase, event: BidFailed, now: Millis) -> PurchaseSt
         return purchase, ()
     if event.reason is None:
         rest_ms = REST_MS
-    elif event.reason in (RejectReason.STALE_OFFER, RejectReason.HOLD_LAPSED):
+    elif event.reason is RejectReason.STALE_OFFER:
+        rest_ms = STALE_REST_MS
+    elif event.reason is RejectReason.HOLD_LAPSED:
         rest_ms = RETRY_MIN_MS
     elif event.retry_in_ms is not None:
         rest_ms = min(max(RETRY_MIN_MS, event.retry_in_ms), 3_600_000)
@@ -331,10 +341,11 @@ def _time_passed(purchase: Purchase, now: Millis) -> PurchaseStep:
 def _seek_again(purchase: Purchase, now: Millis, rest_ms: int, note: str) -> PurchaseStep:
     bid = purchase.bid
     rests = purchase.rests
+    note = note[:NOTE_SIZE_MAX]
     if bid is not None:
         rest = Rest(bid.provider, bid.listing, Millis(now + rest_ms), note)
         kept = tuple(other for other in rests if (other.provider, other.listing) != (bid.provider, bid.listing))
-        rests = (rest, *kept)[:EXCLUDED_MAX]
+        rests = (rest, *kept)[:RESTS_MAX]
     seeking = msgspec.structs.replace(
         purchase, phase=Phase.SEEKING, bid=None, deadline=None, rests=rests, note=note
     )
