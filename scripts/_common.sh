@@ -115,7 +115,9 @@ lock_content() { # lock_content PART...: all that decides what a venv of these p
     local part
     "$PYTHON" -c 'import sys; print(sys.version, sys.base_prefix)'
     for part in "$@"; do cat "$REQUIREMENTS/$part.txt"; done
-    cat "$ROOT/pyproject.toml" "$ROOT/scripts/_common.sh"
+    # Of pyproject.toml, what is installed: not the settings of linters.
+    sed -n '/^\[build-system\]/,/^\[tool\.ruff\]/p' "$ROOT/pyproject.toml"
+    cat "$ROOT/scripts/_common.sh"
 }
 
 venv_stamp() { # venv_stamp VENV PART...: what an editable venv made now would hold, as one hash
