@@ -9,9 +9,10 @@ any other user jobs run under the keeper's own uid, the namespaces alone keep th
 without a delegated control group the tier is not offered at all unless polled limits were chosen.
 
 Start: unshare (private mounts) -> sh (join the group, mount /job's source where the uid can reach it) ->
-setpriv (drop to the uid) -> bwrap -> sh (say that it got here) -> the job; each *becomes* the next.
+prlimit -> setpriv (drop to the uid) -> bwrap -> sh (say that it got here) -> the job; each *becomes* the next.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -26,11 +27,12 @@ import trio
 from node.errors import SandboxError, TierUnavailable
 from node.log import get_logger
 from node.ports import Probe, SandboxSpec
-from node.sandbox import checks, command, control_group, launch, probing, processes, view
+from node.sandbox import checks, command, control_group, launch, probing, view
 from node.sandbox import filter as seccomp
+from node.sandbox.control_group import ControlGroup
 from node.sandbox.hierarchy import Hierarchy, find_hierarchy, parse_mounts
-from node.sandbox.process_tree import ProcessTree
-from node.sandbox.running import Group, Job, empty
+from node.sandbox.process_tree import Descendants
+from node.sandbox.running import Enter, Group, Job, empty
 
 log = get_logger(__name__)
 
@@ -137,56 +139,91 @@ class _Starting:
     """One start: owns every descriptor and process until the job runs."""
 
     def __init__(
-        self, spec: SandboxSpec, shown: tuple[Path, ...], program: str, bpf: bytes, group: Group | None
+        self, spec: SandboxSpec, shown: tuple[Path, ...], program: str, bpf: bytes, group: ControlGroup | None
     ) -> None:
         self.running = False
         self._spec = spec
         self._shown = shown
         self._program = program
         self._bpf = bpf
-        self._group = group
+        self._group: Group = group or Descendants(spec.limits)
+        self._limits = launch.limits(*([] if group else checks.resource_limits(spec)))
+        self._variables = view.variables(spec, shown)
         self._as_root = os.geteuid() == 0
         self._process: subprocess.Popen[bytes] | None = None
         self._passed: list[int] = []
         self._kept: list[int] = []
 
     async def run(self) -> Job:
+        """Start the job, and return once it has begun."""
         spec = self._spec
         directory = checks.open_directory(spec)
-        variables = view.variables(spec, self._shown)
+        self._passed.append(directory)
         status_read, status_write = os.pipe()
         diagnostics_read, diagnostics_write = os.pipe()
-        self._kept += [directory, status_read, diagnostics_read]
+        self._kept += [status_read, diagnostics_read]
         self._passed += [status_write, diagnostics_write]
         mount_point = tempfile.mkdtemp(prefix="gpunode-", dir=_mount_parent()) if self._as_root else None
         try:
-            argv = self._argv(mount_point or str(spec.root), variables, status_write)
+            argv = self._argv(mount_point or str(spec.root), status_write)
             self._process = launch.start(
                 argv,
                 stdin=spec.stderr,
                 stdout=spec.stdout,
                 stderr=diagnostics_write,
-                pass_fds=[fd for fd in self._passed if fd != diagnostics_write],
+                pass_fds=[fd for fd in self._passed if fd not in (directory, diagnostics_write)],
                 cwd=f"/proc/self/fd/{directory}",
             )
             launch.close_all(self._passed)
+            if isinstance(self._group, Descendants):
+                self._group.add(self._process.pid)
             if complaint := await launch.wait_until_started(diagnostics_read):
                 raise SandboxError(f"the sandbox could not be started: {complaint}", probing.hint(complaint))
         finally:
             if mount_point is not None:
-                os.rmdir(mount_point)  # noqa: PTH106 - microseconds, and the fd's name, not a tree's
+                os.rmdir(mount_point)  # noqa: PTH106 - microseconds, on a path that is ours
         first_inside = int(json.loads(os.read(status_read, 4_096).partition(b"\n")[0])["child-pid"])
-        inside = os.pidfd_open(first_inside)
-        self._kept.append(inside)
-        process = self._process
-        group = self._group or ProcessTree(spec.limits, lambda table: processes.descendants([process.pid], table))
+        self.running = True
+        return Job(
+            spec.name,
+            self._process,
+            self._group,
+            monitors=frozenset({self._process.pid, first_inside}),
+            enter=self._entrance(first_inside),
+            release=lambda: launch.close_all(self._kept),
+        )
+
+    async def undo(self) -> None:
+        """Kill and remove what was begun."""
+        launch.close_all(self._passed)
+        self._group.kill()
+        if self._process is not None:
+            self._process.kill()
+            await launch.wait_for_exit(self._process)
+        await empty(self._group, self._spec.name)
+        launch.close_all(self._kept)
+
+    def _entrance(self, first_inside: int) -> Enter:
+        """Return what brings further commands into the job whose pid 1 is `first_inside` outside."""
+        group = self._group
+        inside = None
+        with contextlib.suppress(ProcessLookupError):
+            inside = os.pidfd_open(first_inside)
+            self._kept.append(inside)
+        if isinstance(group, Descendants):
+            group.add(first_inside)
+        if first_inside not in group.pids():
+            inside = None  # a job so short that it is over: the number may be another's by now
 
         async def enter(argv: tuple[str, ...], stdin: int, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-            return await command.start(
+            if inside is None:
+                raise SandboxError("the job has ended")
+            process = await command.start(
                 argv,
-                uid=spec.uid,
-                variables=variables,
-                directory=spec.workdir,
+                prefix=self._limits,
+                uid=self._spec.uid,
+                variables=self._variables,
+                directory=self._spec.workdir,
                 entries=group.entries,
                 stdin=stdin,
                 stdout=stdout,
@@ -194,33 +231,18 @@ class _Starting:
                 inside=inside,
                 bpf=self._bpf,
             )
+            if isinstance(group, Descendants):
+                group.add(process.pid)
+            return process
 
-        self.running = True
-        return Job(
-            spec.name,
-            process,
-            group,
-            monitors=frozenset({process.pid, first_inside}),
-            enter=enter,
-            release=lambda: launch.close_all(self._kept),
-        )
-
-    async def undo(self) -> None:
-        """Kill and remove what was begun."""
-        launch.close_all(self._passed)
-        if self._process is not None:
-            self._process.kill()
-            await launch.wait_for_exit(self._process)
-        if self._group is not None:
-            await empty(self._group, self._spec.name)
-        launch.close_all(self._kept)
+        return enter
 
     def _pass(self, name: str, content: bytes) -> int:
         fd = launch.memory_file(name, content)
         self._passed.append(fd)
         return fd
 
-    def _argv(self, job_dir: str, variables: Mapping[str, str], status_write: int) -> list[str]:
+    def _argv(self, job_dir: str, status_write: int) -> list[str]:
         spec = self._spec
         files = {path: self._pass("etc", text) for path, text in view.synthetic_files().items()}
         mounts = parse_mounts(Path("/proc/self/mountinfo").read_text())
@@ -231,19 +253,19 @@ class _Starting:
             *("--json-status-fd", str(status_write)),
             *view.layout(spec, job_dir=job_dir, shown=self._shown, mounts=mounts, files=files),
         ]
-        for key, value in variables.items():
+        for key, value in self._variables.items():
             options += ["--setenv", key, value]
         # By descriptor, for everyone on the machine can read a command line, and variables may be secrets.
         text = "".join(option + "\0" for option in options).encode(errors="surrogateescape")
         bwrap = [self._program, "--args", str(self._pass("options", text)), "--"]
         inside = ["/bin/sh", "-c", launch.BECOME, "job", *spec.argv]
-        entries = [*map(str, self._group.entries if self._group else ()), "--"]
+        entries = [*map(str, self._group.entries), "--"]
         if not self._as_root:
-            limits = [] if self._group else checks.resource_limits(spec)
-            return ["/bin/sh", "-c", launch.JOIN_AND_EXEC, "start", *entries, *limits, *bwrap, *inside]
+            return ["/bin/sh", "-c", launch.JOIN_AND_EXEC, "start", *entries, *self._limits, *bwrap, *inside]
         return [
             *("unshare", "--mount", "--propagation", "slave"),
             *("/bin/sh", "-c", launch.JOIN_MOUNT_AND_EXEC, "start", *entries, job_dir),
+            *self._limits,
             *("setpriv", "--reuid", str(spec.uid), "--regid", str(spec.uid), "--clear-groups"),
             *bwrap,
             *inside,

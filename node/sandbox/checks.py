@@ -52,7 +52,6 @@ def open_directory(spec: SandboxSpec) -> int:
 
 
 def resource_limits(spec: SandboxSpec) -> list[str]:
-    """Return the program that sets what limits there are without a control group; each holds for one process."""
+    """Return the limits, as options of `prlimit`, that replace a control group's; each holds for one process."""
     limits = spec.limits
-    size = limits.memory_mib * MIB
-    return ["prlimit", f"--data={size}", f"--nproc={limits.pids + len(processes.snapshot())}", "--"]
+    return [f"--data={limits.memory_mib * MIB}", f"--nproc={limits.pids + len(processes.snapshot())}"]

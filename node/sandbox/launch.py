@@ -8,6 +8,7 @@ Refuses to pass on the environment or any descriptor that is not named.
 """
 
 import os
+import resource
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -21,8 +22,13 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LANGUAGE = {"PATH": PATH, "LC_ALL": "C"}
 """The environment of the sandbox's own programs: a job's variables never reach what runs before it is confined."""
 FILES_OPEN_MAX = 65_536
+CAP_SYS_RESOURCE = 24
+_UNLIMITED = resource.RLIM_INFINITY
 OOM_SCORE = 500
 """When the whole machine runs out of memory, jobs go before keepers and daemon."""
+CORE_SIZE = 1
+"""Bytes. 0 would still start the host's crash handler, as root, on a stranger's memory; 1 is the kernel's sign
+for "no core, no handler" (fs/coredump.c)."""
 MARK = b"\x06"
 """What a started job's shell writes to the diagnostics pipe just before it becomes the job."""
 DIAGNOSTICS_SIZE_MAX = 8_192
@@ -31,7 +37,6 @@ _JOIN = f"""
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift
 unset PWD OLDPWD
 echo {OOM_SCORE} > /proc/self/oom_score_adj
-ulimit -c 0; ulimit -n {FILES_OPEN_MAX} 2>/dev/null
 """
 JOIN_AND_EXEC = _JOIN + 'exec "$@"'
 """sh -c JOIN_AND_EXEC NAME ENTRY... -- COMMAND...: enter the control group, then become COMMAND."""
@@ -41,6 +46,23 @@ namespace): the lease directory above it is closed to everyone but the keeper.""
 BECOME = r"""printf '\006' >&2; exec 2>&0 0</dev/null; exec "$@" """
 """Runs inside the sandbox, as the job: says that it got there on descriptor 2, takes the job's stderr from
 descriptor 0, and becomes the job. 127 and 126 come from it: not found, not executable."""
+
+
+def limits(*more: str) -> list[str]:
+    """Return the program, put before others, that sets what each process may use: `more` are its options.
+
+    Locked memory counts as the group's, and CUDA and RDMA want much of it: as much as we may give.
+    """
+    files, locked = (_raised(resource.RLIMIT_NOFILE, FILES_OPEN_MAX), _raised(resource.RLIMIT_MEMLOCK, _UNLIMITED))
+    return ["prlimit", f"--core={CORE_SIZE}", f"--nofile={files}", f"--memlock={locked}", *more, "--"]
+
+
+def _raised(kind: int, wanted: int) -> int:
+    """Return `wanted`, or as much of it as the hard limit allows those who may not raise it (also some roots)."""
+    _, hard = resource.getrlimit(kind)
+    _, capabilities = Path("/proc/self/status").read_text().split("CapEff:\t", 1)
+    may_raise = int(capabilities.split("\n", 1)[0], 16) >> CAP_SYS_RESOURCE & 1
+    return wanted if may_raise or hard == _UNLIMITED else min(hard, wanted if wanted >= 0 else hard)
 
 
 def start(

@@ -6,6 +6,8 @@ no CPU limit; a process that leaves its session escapes an `unsafe-process` job 
 escape, for the kernel kills a pid namespace with its first process). It refuses to claim otherwise.
 """
 
+import abc
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -19,8 +21,8 @@ STOP_ROUNDS_MAX = 16
 """Rounds of SIGSTOP: processes born between two looks are caught in the next."""
 
 
-class ProcessTree:
-    """A job's processes, as `members` finds them in a snapshot of /proc."""
+class ProcessTree(abc.ABC):
+    """A job's processes, as a subclass finds them in a snapshot of /proc."""
 
     polled = True
     """Limits hold only as far as `enforce` is called."""
@@ -29,15 +31,23 @@ class ProcessTree:
     def __init__(
         self,
         limits: SandboxLimits,
-        members: Callable[[dict[int, processes.Process]], frozenset[int]],
         take_snapshot: Callable[[], dict[int, processes.Process]] = processes.snapshot,
     ) -> None:
         self._limits = limits
-        self._members = members
         self._snapshot = take_snapshot
+        self._began: dict[int, int] = {}
         self._memory_kills = 0
         self._peak_mib = 0
         self._stopped = False
+
+    def add(self, pid: int) -> None:
+        """Count a process and what comes from it as the job's; no-op when it has ended."""
+        with contextlib.suppress(OSError):
+            self._began[pid] = processes.snapshot_of(pid).began
+
+    @abc.abstractmethod
+    def _members(self, table: dict[int, processes.Process]) -> frozenset[int]:
+        """Pick the job's live processes."""
 
     def pids(self) -> frozenset[int]:
         """Return the live processes."""
@@ -90,3 +100,33 @@ class ProcessTree:
     def remove(self) -> bool:
         """Whether all have ended."""
         return not self.pids()
+
+
+class Descendants(ProcessTree):
+    """The processes that were added, and what descends from them.
+
+    Complete for a pid namespace, where the first process inherits every orphan.
+    """
+
+    def _members(self, table: dict[int, processes.Process]) -> frozenset[int]:
+        # A number whose process began at another time belongs to a stranger by now.
+        alive = [pid for pid, began in self._began.items() if pid in table and table[pid].began == began]
+        return processes.descendants(alive, table)
+
+
+class Sessions(ProcessTree):
+    """The sessions whose leaders were added, and what descends from their members.
+
+    The kernel gives a session's number to nobody else while the session has a process. One that is seen
+    empty, or whose leader is seen to have begun at another time, is over for good.
+    """
+
+    def _members(self, table: dict[int, processes.Process]) -> frozenset[int]:
+        members: set[int] = set()
+        for session, began in list(self._began.items()):
+            found = {pid for pid, process in table.items() if process.session == session}
+            if found and (session not in table or table[session].began == began):
+                members |= found
+            else:
+                del self._began[session]
+        return processes.descendants(members, table)

@@ -21,6 +21,8 @@ class Process(msgspec.Struct, frozen=True):
     state: str
     parent: int
     session: int
+    began: int
+    """Clock ticks since boot: with the pid it names one process for ever."""
     resident_pages: int
 
 
@@ -60,13 +62,18 @@ def snapshot(proc: Path = Path("/proc")) -> dict[int, Process]:
         pids = [entry.name for entry in entries if entry.name.isdigit()]
     for pid in pids:
         try:
-            stat = proc.joinpath(pid, "stat").read_text(errors="replace")
+            found[int(pid)] = snapshot_of(int(pid), proc)
         except OSError:
             continue
-        # The command name is in parentheses and may hold anything, also ") R 1": count from the last one.
-        fields = stat[stat.rfind(")") + 2 :].split()
-        found[int(pid)] = Process(int(pid), fields[0], int(fields[1]), int(fields[3]), int(fields[21]))
     return found
+
+
+def snapshot_of(pid: int, proc: Path = Path("/proc")) -> Process:
+    """Return one process. Raises OSError when there is none."""
+    stat = proc.joinpath(str(pid), "stat").read_text(errors="replace")
+    # The command name is in parentheses and may hold anything, also ") R 1": count from the last one.
+    fields = stat[stat.rfind(")") + 2 :].split()
+    return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), int(fields[21]))
 
 
 def descendants(roots: Iterable[int], table: dict[int, Process]) -> frozenset[int]:

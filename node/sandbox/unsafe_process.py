@@ -16,9 +16,9 @@ import trio
 
 from node.errors import SandboxError, TierUnavailable
 from node.ports import Probe, SandboxSpec
-from node.sandbox import checks, command, control_group, launch, probing, processes, view
+from node.sandbox import checks, command, control_group, launch, probing, view
 from node.sandbox.hierarchy import Hierarchy, find_hierarchy
-from node.sandbox.process_tree import ProcessTree
+from node.sandbox.process_tree import Sessions
 from node.sandbox.running import Group, Job, empty
 
 TIER = "unsafe-process"
@@ -58,9 +58,9 @@ class UnsafeProcessSandbox:
         hierarchy = self._find_hierarchy()
         group: Group
         if hierarchy:
-            group, limits = control_group.create(hierarchy, spec.name, spec.limits), []
+            group, limits = control_group.create(hierarchy, spec.name, spec.limits), launch.limits()
         else:
-            group, limits = _Sessions(spec), checks.resource_limits(spec)
+            group, limits = Sessions(spec.limits), launch.limits(*checks.resource_limits(spec))
         home = checks.open_directory(spec)
         variables = {
             "PATH": launch.PATH,
@@ -83,7 +83,7 @@ class UnsafeProcessSandbox:
                 stderr=stderr,
                 cwd=f"/proc/self/fd/{home}",
             )
-            if isinstance(group, _Sessions):
+            if isinstance(group, Sessions):
                 group.add(process.pid)
             return process
 
@@ -116,22 +116,6 @@ class UnsafeProcessSandbox:
             except TierUnavailable:
                 self._polled = True
         return self._hierarchy
-
-
-class _Sessions(ProcessTree):
-    """The processes of a job's sessions, and their descendants."""
-
-    def __init__(self, spec: SandboxSpec) -> None:
-        super().__init__(spec.limits, self._find)
-        self._sessions: set[int] = set()
-
-    def add(self, session: int) -> None:
-        """Count session `session` (the pid of its first process) as the job's."""
-        self._sessions.add(session)
-
-    def _find(self, table: dict[int, processes.Process]) -> frozenset[int]:
-        members = {pid for pid, process in table.items() if process.session in self._sessions}
-        return processes.descendants(members, table)
 
 
 def _relative(workdir: str) -> str:

@@ -76,6 +76,11 @@ async def test_python_and_bash_work_inside(bench: Bench) -> None:
     assert text == "1\nx\njob\n"
 
 
+async def test_a_crash_starts_no_handler_of_the_host(bench: Bench) -> None:
+    """With a core limit of 0 the kernel would still pipe the core to a program of the host, as root."""
+    assert (await bench.python("import resource as r; print(r.getrlimit(r.RLIMIT_CORE))"))[1] == "(1, 1)\n"
+
+
 async def test_loopback_is_up_and_private(bench: Bench) -> None:
     source = (
         "import socket; a = socket.create_server(('127.0.0.1', 8080)); "
