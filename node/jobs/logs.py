@@ -35,6 +35,8 @@ OFFSET_MAX = 2**62
 _META = struct.Struct(">4sQQQQQ")
 _MAGIC = b"GPL1"
 _READS_MAX = 8
+_PIECES_MAX = 64
+"""Pieces taken from a pipe before those who wait for output hear of it."""
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -195,15 +197,30 @@ async def pump(read_end: int, log: LogWriter, on_data: Callable[[], None]) -> No
     """
     import trio  # noqa: PLC0415 - readers of logs need no event loop
 
-    async with trio.lowlevel.FdStream(read_end) as pipe:
-        is_writable = True
-        while data := await pipe.receive_some(PIPE_SIZE):
-            if is_writable:
-                try:
-                    await trio.to_thread.run_sync(log.append, bytes(data))
-                except OSError:
-                    is_writable = False
+    os.set_blocking(read_end, False)
+    try:
+        is_over = False
+        while not is_over:
+            await trio.lowlevel.wait_readable(read_end)
+            is_over = await trio.to_thread.run_sync(_drain, read_end, log)
             on_data()
+    finally:
+        trio.lowlevel.notify_closing(read_end)
+        os.close(read_end)
+
+
+def _drain(read_end: int, log: LogWriter) -> bool:
+    """Write what the pipe holds now to `log`; return whether the pipe has ended."""
+    for _piece in range(_PIECES_MAX):
+        try:
+            data = os.read(read_end, PIPE_SIZE)
+        except BlockingIOError:
+            return False
+        if not data:
+            return True
+        with contextlib.suppress(OSError):
+            log.append(data)
+    return False
 
 
 def _read_piece(files: list[int], meta: _Meta, offset: int, size_max: int) -> LogPiece:

@@ -150,7 +150,9 @@ class RenterKeeper:
         told = state.told
         if told is not None:
             told = msgspec.structs.replace(told, metered_ms=0, frozen_ms=0, usage={})
-        return msgspec.structs.replace(state, told=told, told_at=0, idle_at=0, lost_at=0, is_connected=False)
+        return msgspec.structs.replace(
+            state, told=told, told_at=0, idle_at=0, lost_at=0, is_connected=False, is_told=False
+        )
 
     def describe(self, state: RenterLease, now: int) -> LeaseStatus:
         """Return the lease's status."""

@@ -131,7 +131,7 @@ def _apply(lease: RenterLease, event: Event, now: int) -> Step:
         case TunnelOpened(generation):
             return _tunnel_opened(lease, generation)
         case TunnelLost():
-            return Step(_with(lease, is_connected=False, lost_at=now))
+            return Step(_with(lease, is_connected=False, is_told=False, lost_at=now))
         case ToldStatus(status):
             return _told(lease, status, now)
         case VoucherSigned(data, number, amount, covers_ms):
@@ -152,7 +152,7 @@ def _apply(lease: RenterLease, event: Event, now: int) -> Step:
         case PeerBroke(detail):
             return _peer_broke(lease, detail, now)
         case KeeperRestarted():
-            lease = _with(lease, is_connected=False, lost_at=now)
+            lease = _with(lease, is_connected=False, is_told=False, lost_at=now)
             return Step(lease, (DeleteKeys(), Leave()) if lease.phase is LeasePhase.SETTLED else ())
         case SettleAsked():
             if lease.phase not in OVER_PHASES:
@@ -168,7 +168,7 @@ def _tunnel_opened(lease: RenterLease, generation: int) -> Step:
     if generation < lease.peer_generation:
         raise IllegalTransition(f"a keeper of generation {generation}, after {lease.peer_generation}")
     phase = LeasePhase.CONNECTED if lease.phase is LeasePhase.SIGNED else lease.phase
-    lease = _with(lease, phase=phase, is_connected=True, peer_generation=generation)
+    lease = _with(lease, phase=phase, is_connected=True, is_told=False, peer_generation=generation)
     # What it sent before may not have arrived; every frame may be said again.
     effects: tuple[Effect, ...] = ()
     if lease.phase is LeasePhase.CONNECTED and not lease.cancel:
@@ -192,7 +192,7 @@ def _told(lease: RenterLease, status: StatusTold, now: int) -> Step:
         raise IllegalTransition("the provider's outputs have changed")
     if len(status.outputs or ()) > 0 and status.phase not in AFTER_JOB_PHASES:
         raise IllegalTransition("the provider lists outputs of a job that still runs")
-    lease = _with(lease, told=status, told_at=now)
+    lease = _with(lease, told=status, told_at=now, is_told=True)
     if not status.started_at and status.phase not in AFTER_JOB_PHASES:
         lease = _with(lease, idle_at=now)
     if _is_diverged(lease, status, now):
@@ -280,7 +280,7 @@ def _has_everything(lease: RenterLease) -> bool:
 def _next_voucher(lease: RenterLease, now: int, *, of_any_time: bool = False) -> SignVoucher | None:
     """Return the voucher to sign now, or None; with `of_any_time`, the one to sign when its time comes."""
     told = lease.told
-    if told is None or not lease.is_connected or lease.cancel == FailReason.METERS_DIVERGED:
+    if told is None or not lease.is_told or lease.cancel == FailReason.METERS_DIVERGED:
         return None
     facts = lease.facts
     metered_ms = lease.metered_ms(now)

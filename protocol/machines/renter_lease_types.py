@@ -32,6 +32,8 @@ class RenterLease(msgspec.Struct, frozen=True, kw_only=True):
     told: StatusTold | None = None
     """What the provider said last."""
     told_at: int = 0
+    is_told: bool = False
+    """It was said on the present tunnel: what it said before a cut may no longer hold."""
     idle_at: int
     """When the job was last known not to run yet: our own meter begins there at the earliest."""
     cancel: str = ""
@@ -59,7 +61,7 @@ class RenterLease(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the job runs, as far as is known."""
         return (
             self.told is not None
-            and self.is_connected
+            and self.is_told
             and self.told.phase in (LeasePhase.RUNNING, LeasePhase.INTERRUPTING)
             and self.told.started_at > 0
         )
