@@ -2,13 +2,14 @@
 
 Rows are written in the transaction that made them necessary (`enqueue`) and sent after it (`kick`); a daemon
 that was killed in between sends them at its next start. Receivers answer a repeated record as they answered it
-the first time, so sending twice is harmless. One task a peer, in order. Refuses to understand answers: they go
-to the handler with the row.
+the first time, so sending twice is harmless. Two tasks a peer, each in order: an account that it won't settle yet
+must not hold up its next trade. Refuses to understand answers: they go to the handler with the row.
 """
 
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -28,8 +29,13 @@ log = get_logger(__name__)
 REQUEST_TIMEOUT_MS = 5_000
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 15.0
-PEER_QUEUE_MAX = 1024
-"""Most undelivered records of one peer kept in memory; more wait in the database."""
+LANE_QUEUE_MAX = 1024
+"""Most undelivered records of one lane kept in memory; more wait in the database."""
+TRADE_KINDS = frozenset({"bid", "bid_rejected", "award", "countersignature", "grant_delivery"})
+"""What is worthless in a few seconds; everything else is accounts, and can wait."""
+
+Lane = tuple[bytes, bool]
+"""(peer, whether it carries trade)."""
 
 
 class Undelivered(msgspec.Struct, frozen=True):
@@ -48,8 +54,10 @@ class Outbox:
     def __init__(self, context: Context, on_answer: AnswerHandler) -> None:
         self._context = context
         self._on_answer = on_answer
-        self._queues: dict[bytes, deque[OutboxRow]] = {}
-        self._news: dict[bytes, trio.Event] = {}
+        self._queues: dict[Lane, deque[OutboxRow]] = {}
+        self._news: dict[Lane, trio.Event] = {}
+        self._overflowed: set[Lane] = set()
+        """Lanes of which some rows are in the database only."""
         self._nursery: trio.Nursery | None = None
 
     def enqueue(self, tx: Transaction, peer: bytes, sealed: Sealed[Any], lifetime_ms: int) -> OutboxRow:
@@ -68,45 +76,70 @@ class Outbox:
     def kick(self, *rows: OutboxRow) -> None:
         """Begin to deliver rows whose transaction is committed."""
         for row in rows:
-            queue = self._queues.setdefault(row.peer, deque())
-            if len(queue) < PEER_QUEUE_MAX:
+            lane = (row.peer, row.kind in TRADE_KINDS)
+            queue = self._queues.setdefault(lane, deque())
+            if lane in self._overflowed or len(queue) >= LANE_QUEUE_MAX:
+                self._overflowed.add(lane)
+            else:
                 queue.append(row)
-            if row.peer not in self._news:
-                self._news[row.peer] = trio.Event()
+            if lane not in self._news:
+                self._news[lane] = trio.Event()
                 if self._nursery is not None:
-                    self._nursery.start_soon(self._serve_peer, row.peer)
-            self._news[row.peer].set()
+                    self._nursery.start_soon(self._serve, lane)
+            self._news[lane].set()
 
     def wake(self, peer: bytes) -> None:
         """Try what waits for a peer now: it has just become reachable."""
-        if peer in self._news:
-            self._news[peer].set()
+        for lane in ((peer, True), (peer, False)):
+            if lane in self._news:
+                self._news[lane].set()
 
     async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Deliver, for ever; begins with what an earlier run left."""
         left = await self._context.store.transaction(lambda tx: list(tx.outbox.all(order_by="number")))
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            for peer in self._news:
-                nursery.start_soon(self._serve_peer, peer)
+            for lane in self._news:
+                nursery.start_soon(self._serve, lane)
             self.kick(*left)
             task_status.started()
             await trio.sleep_forever()
 
-    async def _serve_peer(self, peer: bytes) -> None:
-        queue = self._queues[peer]
-        while queue:
-            await self._deliver(queue[0])
+    async def _serve(self, lane: Lane) -> None:
+        queue = self._queues[lane]
+        while queue or lane in self._overflowed:
+            if not queue:
+                await self._refill(lane, queue)
+                continue
+            await self._deliver(queue[0], lane)
             queue.popleft()
         # Nothing more: the task ends, and `kick` starts another one when there is.
-        del self._queues[peer], self._news[peer]
+        del self._queues[lane], self._news[lane]
 
-    async def _deliver(self, row: OutboxRow) -> None:
+    async def _refill(self, lane: Lane, queue: deque[OutboxRow]) -> None:
+        """Take from the database what did not fit into the queue."""
+        peer, is_trade = lane
+
+        def read(tx: Transaction) -> list[OutboxRow]:
+            rows = tx.outbox.where("peer = ?", peer, order_by="number")
+            return list(islice((row for row in rows if (row.kind in TRADE_KINDS) == is_trade), LANE_QUEUE_MAX))
+
+        try:
+            rows = await self._context.store.transaction(read)
+        except NodeError as error:
+            log.error("outbox.not_read", problem=str(error))
+            await trio.sleep(BACKOFF_MAX_S)
+            return
+        queue.extend(rows)
+        if len(rows) < LANE_QUEUE_MAX:
+            self._overflowed.discard(lane)
+
+    async def _deliver(self, row: OutboxRow, lane: Lane) -> None:
         backoff_s = BACKOFF_MIN_S
         while True:
             answer = await self._attempt(row)
             if isinstance(answer, Undelivered) and self._context.clock.now() < row.expires_at:
-                news = self._news[row.peer] = trio.Event()
+                news = self._news[lane] = trio.Event()
                 with trio.move_on_after(backoff_s * random.uniform(0.5, 1.0)):  # noqa: S311 - jitter, not a secret
                     await news.wait()
                 backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
@@ -136,10 +169,10 @@ class Outbox:
     async def _hand_over(self, row: OutboxRow, answer: Answer) -> bool:
         """Give the answer to its handler and forget the row; False when our own disk would not have it."""
         try:
-            await self._on_answer(row, answer)
-            await self._context.store.transaction(lambda tx: tx.outbox.delete("number = ?", row.number))
-        except ProtocolError as error:
-            log.warning("outbox.bad_answer", kind=row.kind, problem=str(error))
+            try:
+                await self._on_answer(row, answer)
+            except ProtocolError as error:
+                log.warning("outbox.bad_answer", kind=row.kind, problem=str(error))
             await self._context.store.transaction(lambda tx: tx.outbox.delete("number = ?", row.number))
         except NodeError as error:
             log.error("outbox.answer_not_handled", kind=row.kind, problem=str(error))
