@@ -19,6 +19,7 @@ from node.keeper.provider_files import ProviderFiles
 from node.keeper.provider_tunnel import ProviderTunnel
 from node.keeper.start import LAST_WORDS_S, facts_of, link_hello, reap_orphans
 from node.lease import service
+from node.lease.execution import ExecutionEnded
 from node.lease.files import (
     LeaseFile,
     LeaseKeys,
@@ -29,6 +30,7 @@ from node.lease.files import (
     delete_keys,
     read_status,
 )
+from node.lease.link import FrameStream
 from node.log import get_logger
 from node.ports import Clock
 from node.tunnel import TunnelLimits, open_endpoint
@@ -250,3 +252,8 @@ class ProviderKeeper:
             await self._journal.feed(machine.SettleAsked())
         except IllegalTransition as error:
             raise NodeError(str(error)) from None
+
+    async def execute(self, argv: tuple[str, ...], daemon: FrameStream) -> None:
+        """Refuse: the job is its renter's alone."""
+        log.warning("keeper.execute_refused", program=argv[:1])
+        await daemon.send(ExecutionEnded(-1, "only the job's renter can run commands in it"))

@@ -17,6 +17,7 @@ from node.jobs.transfer import TransferRefused
 from node.keeper.job import JobRunner
 from node.keeper.journal import Journal
 from node.keeper.provider_files import ProviderFiles
+from node.keeper.shell import serve_shell
 from node.keeper.wire import FrameLink
 from node.lease.files import LeaseFile
 from node.log import get_logger
@@ -33,6 +34,7 @@ from protocol.frames import (
     LogEnded,
     LogOpened,
     LogSource,
+    ShellEnded,
     ShellOpened,
     StatusTold,
     VoucherSent,
@@ -44,10 +46,11 @@ from protocol.machines.provider_lease_types import ProviderLease
 
 STREAMS_MAX = 16
 """Most streams of one connection at a time."""
+SHELLS_MAX = 4
 ACKNOWLEDGEMENTS_MAX = 64
 STATUS_INTERVAL_MAX_S = 10.0
 """A running job's meter is told at least this often."""
-LOG_BYTES_EACH_S = 8 * 1024 * 1024
+LOG_BYTES_EACH_S = 4 * 1024 * 1024
 """A running job's output travels no faster: what it writes beyond that is dropped between head and tail, instead
 of the job (which is paid for by time) waiting for its own log."""
 STAGING_NOTE_S = 1.0
@@ -68,7 +71,7 @@ class ProviderTunnel:
         self._runner = runner
         self._current: TunnelConnection | None = None
         self._acknowledgements: deque[VoucherTaken] = deque(maxlen=ACKNOWLEDGEMENTS_MAX)
-        self._staging_noted_at = 0.0
+        self._shells = 0
         self.staging_bytes: dict[int, int] = {}
         """Input -> bytes of it that are here, while it travels."""
         self.collecting_bytes: dict[int, int] = {}
@@ -139,8 +142,8 @@ class ProviderTunnel:
                 await self._serve_output(index, link)
             case LogOpened(stdout, stderr):
                 await self._serve_log(link, {LogSource.STDOUT: stdout, LogSource.STDERR: stderr})
-            case ShellOpened():
-                raise IllegalTransition("this keeper opens no shells")
+            case ShellOpened(argv):
+                await self._serve_shell(argv, link)
 
     # --- control --------------------------------------------------------------------------------------------
 
@@ -259,6 +262,21 @@ class ProviderTunnel:
     def _note_collected(self, index: int, done: int) -> None:
         self.collecting_bytes[index] = done
         self.journal.note_progress()
+
+    # --- shells ---------------------------------------------------------------------------------------------
+
+    async def _serve_shell(self, argv: tuple[str, ...], link: FrameLink) -> None:
+        job = self._runner.running
+        if job is None or self.journal.state.phase is not LeasePhase.RUNNING:
+            await link.send(ShellEnded(-1, f"the job does not run: the lease is {self.journal.state.phase}"))
+        elif self._shells >= SHELLS_MAX:
+            await link.send(ShellEnded(-1, f"{SHELLS_MAX} commands run in this job already"))
+        else:
+            self._shells += 1
+            try:
+                await serve_shell(job, argv, link)
+            finally:
+                self._shells -= 1
 
     # --- logs -----------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from node.lease.files import (
     delete_keys,
     read_status,
 )
+from node.lease.link import FrameStream
 from node.log import get_logger
 from node.ports import Clock
 from node.tunnel import TunnelLimits, open_endpoint
@@ -242,3 +243,7 @@ class RenterKeeper:
             await self._journal.feed(machine.SettleAsked())
         except IllegalTransition as error:
             raise NodeError(str(error)) from None
+
+    async def execute(self, argv: tuple[str, ...], daemon: FrameStream) -> None:
+        """Run another command in the job's sandbox."""
+        await self._tunnel.execute(argv, daemon)

@@ -14,8 +14,11 @@ from node.jobs.reader import StreamCut
 from node.jobs.transfer import TransferRefused
 from node.keeper.journal import Journal
 from node.keeper.renter_files import RenterFiles
+from node.keeper.shell import relay_shell
 from node.keeper.wire import FrameLink
+from node.lease.execution import ExecutionEnded
 from node.lease.files import LeaseFile, RenterSide
+from node.lease.link import FrameStream
 from node.log import get_logger
 from node.ports import TunnelConnection, TunnelEndpoint
 from protocol import codec, frames
@@ -99,6 +102,13 @@ class RenterTunnel:
         """Close the present tunnel; `keep` dials again."""
         if self._connection is not None:
             await self._connection.aclose(reason)
+
+    async def execute(self, argv: tuple[str, ...], daemon: FrameStream) -> None:
+        """Run another command in the job's sandbox, and speak of it over `daemon` until it is over."""
+        if self._connection is None:
+            await daemon.send(ExecutionEnded(-1, f"there is no tunnel now: {self.problem}"))
+        else:
+            await relay_shell(self._connection, argv, daemon)
 
     async def _dial(self, endpoint: TunnelEndpoint) -> TunnelConnection | None:
         for address in self._side.addresses:

@@ -36,6 +36,13 @@ class FrameLink:
             return None
         return frames.parse_untrusted(await self.reader.exactly(frames.size_untrusted(header)))
 
+    async def receive_any(self) -> Frame:
+        """Return the next frame. Raises StreamCut, also at the stream's end, and MalformedRecord."""
+        frame = await self.receive()
+        if frame is None:
+            raise StreamCut
+        return frame
+
     async def receive_as(self, *kinds: type[T]) -> T:
         """Return the next frame, which is one of `kinds` and comes soon. Raises StreamCut, MalformedRecord."""
         frame: Any = None

@@ -108,6 +108,10 @@ class FrameStream:
             raise MalformedRecord(f"a frame of {size} bytes")
         return codec.decode_untrusted(await self._receive_exactly(size), frame_type, FRAME_SIZE_MAX)
 
+    async def receive_one_of(self, frame_types: Any) -> Any:  # noqa: ANN401 - a union of structs, and one of them
+        """As `receive`, for a union of tagged structs."""
+        return await self.receive(frame_types)
+
     async def _receive_exactly(self, size: int) -> bytes:
         while len(self._buffer) < size:
             data = await self._stream.receive_some(64 * 1024)
@@ -244,9 +248,8 @@ class KeeperLink:
                 mailbox.close()
 
 
-@asynccontextmanager
-async def connect(socket_path: str | Path) -> AsyncIterator[KeeperLink]:
-    """Open the link to the keeper that listens at `socket_path`. Raises LinkError when none does."""
+async def open_frames(socket_path: str | Path) -> tuple[FrameStream, LinkHello]:
+    """Connect to the keeper that listens at `socket_path`, and hear its hello. Raises LinkError."""
     try:
         with trio.fail_after(LINK_TIMEOUT_S):
             stream = await trio.open_unix_socket(str(socket_path))
@@ -262,6 +265,13 @@ async def connect(socket_path: str | Path) -> AsyncIterator[KeeperLink]:
             f"the keeper at {socket_path} speaks versions {hello.version_min} to {hello.version} of the link, "
             f"this daemon {VERSION_MIN} to {VERSION}"
         )
+    return frames, hello
+
+
+@asynccontextmanager
+async def connect(socket_path: str | Path) -> AsyncIterator[KeeperLink]:
+    """Open the link to the keeper that listens at `socket_path`. Raises LinkError when none does."""
+    frames, hello = await open_frames(socket_path)
     link = KeeperLink(frames, hello)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link._read)

@@ -51,6 +51,12 @@ class LeaseService(Protocol):
     async def settle(self) -> None:
         """Close the lease; raises NodeError when it is not over."""
 
+    async def execute(self, argv: tuple[str, ...], daemon: FrameStream) -> None:
+        """Run another command in the job's sandbox, and speak of it over `daemon` until it is over.
+
+        From then on the link is the command's: frames of `node.lease.execution`.
+        """
+
 
 @contextlib.contextmanager
 def bound_socket(path: Path) -> Iterator[socket.socket]:
@@ -116,6 +122,9 @@ async def _answer(stream: trio.SocketStream, hello: LinkHello, service: LeaseSer
             await frames.send(hello)
             while True:
                 request = await frames.receive(Request)
+                if request.method == "execute":
+                    await service.execute(request.argv, frames)
+                    return
                 if request.method == "subscribe" and len(nursery.child_tasks) < SUBSCRIPTIONS_MAX:
                     nursery.start_soon(_push, frames, request.id, service)
                 else:
