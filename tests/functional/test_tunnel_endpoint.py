@@ -148,10 +148,12 @@ async def test_a_hundred_streams_at_once() -> None:
             await send_and_finish(stream, noise(3000, number))
             answers[number] = await read_all(stream)
 
-    async with open_pair() as pair, trio.open_nursery() as nursery:
-        nursery.start_soon(serve, pair.accepted, 100)
-        for number in range(100):
-            nursery.start_soon(ask, pair.dialled, number)
+    async with open_pair() as pair:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, pair.accepted, 100)
+            for number in range(100):
+                nursery.start_soon(ask, pair.dialled, number)
+        await until(lambda: not pair.dialled._streams and not pair.accepted._streams)  # nothing is kept of them
     assert answers == {number: noise(3000, number)[::-1] for number in range(100)}
 
 
@@ -233,6 +235,24 @@ async def test_a_stalled_stream_does_not_hold_up_another() -> None:
             nursery.start_soon(send_and_finish, near, noise(100_000))
             assert await read_all(far) == noise(100_000)
             nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("has_arrived", [True, False])
+async def test_what_is_thrown_away_unread_gives_its_window_back(has_arrived: bool) -> None:
+    limits = TunnelLimits(stream_window=16 << 10, streams_max=2)
+    async with open_pair(limits) as pair:
+        for _ in range(8):
+            near, far = await pair.stream_pair()
+            await near.send_all(bytes(10_000))
+            await near.send_eof()
+            if has_arrived:
+                await until(lambda far=far: far.unread == 10_000)
+            await far.aclose()
+            await near.aclose()
+        near, far = await pair.stream_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_and_finish, near, noise(200_000))
+            assert await read_all(far) == noise(200_000)
 
 
 # --- ends ------------------------------------------------------------------------------------------------------
@@ -506,9 +526,9 @@ async def test_garbage_leaves_an_endpoint_working() -> None:
                 for _ in range(20):
                     kind = chance.randrange(4)
                     data = bytearray(chance.randbytes(chance.randrange(1, 1400)) if kind == 0 else genuine)
-                    if kind == 1:  # mutated first packet
+                    if kind == 1:  # mutated first packet (what follows it is padding, which nothing protects)
                         for _ in range(chance.randrange(1, 8)):
-                            data[chance.randrange(len(data))] = chance.randrange(256)
+                            data[chance.randrange(200)] ^= chance.randrange(1, 256)
                     elif kind == 2:  # addressed to the live connection, with either kind of header
                         data = bytearray(b"\x40" + chance.choice(cids) + chance.randbytes(100))
                     elif kind == 3:
@@ -521,6 +541,8 @@ async def test_garbage_leaves_an_endpoint_working() -> None:
                 assert await far.receive_some() == b"%d" % (turn % 10)
         await until(lambda: pair.provider.counts.received > 400)
         assert pair.provider.counts.ignored > 0
+        assert pair.provider.half_open_count == 0
+        assert len(pair.provider._connections) == 1
         async with open_endpoint(RENTER, bind="127.0.0.1") as another:
             dialled = await another.connect("127.0.0.1", pair.provider.port, PROVIDER_KEY)
             assert dialled.peer_key == PROVIDER_KEY
@@ -559,6 +581,21 @@ async def test_no_more_connections_than_the_bound() -> None:
         assert provider.counts.opened == 2
         await (await provider.accept()).aclose("make room")
         assert await first.wait_closed() == "closed by the peer: make room"
+
+
+async def test_connections_that_ended_before_they_were_accepted_are_forgotten() -> None:
+    async with (
+        open_endpoint(PROVIDER, bind="127.0.0.1", admit=frozenset({RENTER_KEY})) as provider,
+        open_endpoint(RENTER, bind="127.0.0.1") as renter,
+    ):
+        for _ in range(4):
+            await (await renter.connect("127.0.0.1", provider.port, PROVIDER_KEY)).aclose()
+            await until(lambda: all(known.ending is not None for known in provider._connections))
+        live = await renter.connect("127.0.0.1", provider.port, PROVIDER_KEY)
+        assert len(provider._arrived) == 1
+        accepted = await provider.accept()
+        await live.aclose("the live one")
+        assert await accepted.wait_closed() == "closed by the peer: the live one"
 
 
 async def test_an_exception_in_one_engine_ends_that_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:

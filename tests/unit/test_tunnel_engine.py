@@ -302,6 +302,7 @@ def test_unread_streams_do_not_starve_another_one() -> None:
         link.client.send(stream, noise(100_000))
     link.run_for(10)
     assert all(len(link.server.received[stream]) == SMALL.stream_window for stream in stalled)
+    assert link.server.engine._local_max_data.value == SMALL.connection_window  # no credit for what is unread
     control = open_stream(link)
     link.client.send(control, b"still here")
     link.run(lambda: control in link.server.ended)
@@ -397,7 +398,20 @@ def test_keys_are_updated_while_data_flows() -> None:
     link.client.send(stream, noise(600_000))
     link.run(until)
     assert bytes(link.server.received[stream]) == noise(600_000)
-    assert len(phases) > 4
+    packets = link.client.engine._packet_number + link.server.engine._packet_number
+    assert 4 < len(phases) <= packets // limits.key_packets_max + 1
+
+
+def test_keys_are_not_updated_twice_while_the_peer_may_not_know_of_the_first() -> None:
+    link = opened(make_link(limits=TunnelLimits(key_packets_max=10)))
+    stream = open_stream(link)
+    link.client.send(stream, noise(600_000))
+    link.run(lambda: len(link.server.received.get(stream, b"")) > 100_000)
+    link.tamper = lambda name, data: [data] if name == "server" else []  # nothing arrives for a while
+    link.run_for(0.2)
+    link.tamper = None
+    link.run(lambda: stream in link.server.ended, limit_s=25)
+    assert bytes(link.server.received[stream]) == noise(600_000)
 
 
 def _one_rtt() -> Any:
