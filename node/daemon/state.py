@@ -94,8 +94,12 @@ class Daemon:
         return await self.known_job(row)
 
     async def known_job(self, row: JobRow) -> KnownJob:
-        """Return a job with its lease and status."""
+        """Return a job with its lease and status, as they are now: `row` may be older."""
         live = self.market.jobs.by_id.get(row.id)
+        if live is None:
+            job_id = row.id
+            now = await self.context.store.transaction(lambda tx: tx.jobs.get(job_id))
+            row = row if now is None else now
         if live is not None and live.lease is not None:
             return KnownJob(live.row, live.lease.row, live.lease.status, live)
         lease_id = row.lease
