@@ -1,7 +1,7 @@
 """Finding the TCP address behind a multiaddr, listening without surprises, and saying why a dial failed."""
 
+import os
 import socket
-from typing import Any
 
 import trio
 from multiaddr.utils import get_network_addrs
@@ -66,22 +66,26 @@ def expand(address: Address) -> tuple[Address, ...]:
 
 
 def explain(error: BaseException) -> str:
-    """Return in a few words why a dial failed: the deepest operating system's reason, or the last error's text."""
-    reason = ""
+    """Return in a few words why a dial failed: the operating system's reason, else the first cause's text."""
+    if "Peer ID mismatch" in str(error):
+        return "another node answers there"
+    words = ""
+    deepest = error
+    pending: list[BaseException | None] = [error]
     seen: set[int] = set()
-    pending: list[Any] = [error]
     while pending:
         current = pending.pop()
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
         if isinstance(current, OSError) and current.errno is not None:
-            return (current.strerror or str(current)).lower()
-        reason = _WORDS.get(type(current).__name__, reason)
-        pending += [current.__context__, current.__cause__, *getattr(current, "exceptions", ())]
-    if "Peer ID mismatch" in str(error):
-        return "another node answers there"
-    return reason or str(error).partition("\n")[0] or type(error).__name__
+            return os.strerror(current.errno).lower()
+        words = _WORDS.get(type(current).__name__, words)
+        deepest = current
+        pending += [current.__context__, current.__cause__]
+        if isinstance(current, BaseExceptionGroup):
+            pending += current.exceptions
+    return words or str(deepest).partition("\n")[0] or type(deepest).__name__
 
 
 _WORDS = {

@@ -308,8 +308,9 @@ class GuardedPubsub(Pubsub):
 
     def admit(self, peer: Untyped) -> None:
         """Open our gossip stream to an admitted peer; retried until it is open. Idempotent."""
-        if peer not in self.peers:
-            self._schedule_peer_stream_retry(peer)
+        if not _is_writable(self.peers.get(peer)):
+            # Left from an earlier connection; forgetting it also opens a new one.
+            self._handle_dead_peer(peer)
 
     async def handle_peer_queue(self) -> None:
         """Ignore libp2p's own notices of connections: a peer is registered when it has said hello."""
@@ -332,6 +333,7 @@ class GuardedPubsub(Pubsub):
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]
+                self._forget_all_subscriptions(peer)
 
     async def push_msg(self, msg_forwarder: Untyped, msg: Untyped) -> None:
         """Judge a received message, and pass it on or not. Our own are passed on in any case."""
@@ -350,6 +352,23 @@ class GuardedPubsub(Pubsub):
             written: bool = await super().write_msg(stream, rpc_msg)
         return written
 
+    def _handle_dead_peer(self, peer_id: Untyped) -> None:
+        """Forget our gossip stream to a peer, and open another while it is connected.
+
+        The original is also called for a stream that was replaced long ago, and then forgets the new one; and it
+        forgets what the peer subscribed to, which the peer says only once, on a stream of its own.
+        """
+        if _is_writable(self.peers.get(peer_id)):
+            return
+        subscribed = [topic for topic, peers in self.peer_topics.items() if peer_id in peers]
+        super()._handle_dead_peer(peer_id)
+        if self._streams[peer_id]:
+            for topic in subscribed:
+                self.peer_topics.setdefault(topic, set()).add(peer_id)
+            self._peer_subscription_count[peer_id] = len(subscribed)
+        else:
+            del self._streams[peer_id]
+
     async def _handle_new_peer(self, peer_id: Untyped) -> None:
         """Register an admitted peer, with a queue long enough for a burst."""
         if not self._keeper.is_admitted(peer_id):
@@ -359,6 +378,12 @@ class GuardedPubsub(Pubsub):
         if queue is not None:
             queue.max_message_size = WINDOW_MAX
             queue._queue.max_size = OUTBOUND_RPCS_MAX
+
+
+def _is_writable(stream: Untyped) -> bool:
+    if stream is None or stream.is_closed or stream.muxed_conn.event_shutting_down.is_set():
+        return False
+    return not (stream.muxed_stream.closed or stream.muxed_stream.send_closed)
 
 
 def clean_rpc(rpc: Untyped, topics: Container[str]) -> None:

@@ -14,11 +14,16 @@ from collections import OrderedDict
 from typing import Any, Protocol, TypeAlias
 
 import trio
+from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost
+from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
+from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.rcmgr import Direction
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux import yamux
@@ -63,7 +68,7 @@ PRIVATES: dict[str, tuple[str, ...]] = {
     "libp2p.pubsub.pubsub:Pubsub": (
         "_handle_new_peer",
         "_handle_dead_peer",
-        "_schedule_peer_stream_retry",
+        "_forget_all_subscriptions",
         "_mark_msg_seen",
         "_is_msg_seen",
     ),
@@ -76,7 +81,8 @@ INSTANCE_PRIVATES = (
     "Swarm.auto_connector Swarm.manager "
     "GossipSub._pending_messages GossipSub.recent_message_deliveries GossipSub.equivocation_detection "
     "GossipSub.back_off GossipSub.scorer "
-    "Pubsub.seen_messages Pubsub.counter Pubsub.peers Pubsub.peer_queues RpcQueue._queue"
+    "Pubsub.seen_messages Pubsub.counter Pubsub.peers Pubsub.peer_queues Pubsub.peer_topics "
+    "Pubsub._peer_subscription_count RpcQueue._queue"
 )
 """Attributes that exist only on instances; the contract test makes one of each."""
 
@@ -149,6 +155,24 @@ def tcp_stream(conn: "GuardedYamux") -> "BoundedTcpStream":
     return stream
 
 
+def is_inbound(conn: Untyped) -> bool:
+    """Return whether the other side opened a connection of the swarm."""
+    return bool(conn.direction == Direction.INBOUND)
+
+
+async def open_stream_on(conn: Untyped, protocol: str) -> Untyped:
+    """Open a stream on this very connection (the host chooses among several). Raises libp2p's errors."""
+    stream = await conn.new_stream()
+    try:
+        await MultiselectClient().select_one_of([TProtocol(protocol)], MultiselectCommunicator(stream))
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await reset_quietly(stream)
+        raise
+    stream.set_protocol(TProtocol(protocol))
+    return stream
+
+
 # --- TCP ----------------------------------------------------------------------------------------------------
 
 
@@ -160,9 +184,22 @@ class BoundedTcpStream(TrioTCPStream):
         self.slot = slot
         """None for a connection that we opened."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the socket is closed."""
+        return bool(self.stream.socket.fileno() < 0)
+
     def cut(self) -> None:
         """Close the socket now; whoever reads or writes finds it closed."""
         self.stream.socket.close()
+
+    async def write(self, data: bytes) -> None:
+        """Send all of `data`; a failure ends the connection for its reader too, at once."""
+        try:
+            await super().write(data)
+        except ConnectionClosedError:
+            self.cut()
+            raise
 
     async def read(self, n: int | None = None) -> bytes:
         """Return up to min(n, READ_MAX) bytes; b"" at the end."""

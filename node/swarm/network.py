@@ -18,15 +18,16 @@ from libp2p.network.stream.exceptions import StreamReset
 from node.errors import PeerRefused, SwarmError
 from node.log import get_logger
 from node.ports import ConnectHandler, GossipHandler, Peer, RequestHandler
+from node.swarm.admission import Lasting
 from node.swarm.gossip import Gossip, topic_name
 from node.swarm.greeting import Greeter
-from node.swarm.guards import is_our_bug
+from node.swarm.guards import is_our_bug, tcp_stream
 from node.swarm.hello import AGENT_SIZE_MAX
 from node.swarm.limits import GOSSIP_SIZE_MAX, MESSAGE_SIZE_MAX, SwarmLimits, TokenBucket
 from node.swarm.multiaddrs import Address, parse_multiaddr
 from node.swarm.peers import AddressGate, PeerBook, PeerState
 from node.swarm.requests import Answerer, ask, protocol_name
-from node.swarm.session import Lasting, Session
+from node.swarm.session import Session
 from protocol.errors import MalformedRecord
 from protocol.identity import NetworkId, NodeId, peer_id
 
@@ -181,14 +182,14 @@ class SwarmNetwork:
         except PeerRefused:
             raise
         except SwarmError:
-            # The connection ended just now, and nothing was sent: once more, on a new one.
+            # A connection ended just now, and nothing was sent: once more, on another one.
             session = await self._live()
             await self._reach(session, node)
             stream = await session.open_stream(node, protocol)
         try:
             return await ask(stream, data)
         except (StreamReset, EOFError, MalformedRecord) as error:
-            if not session.is_connected(node):
+            if stream.muxed_conn.event_shutting_down.is_set() or tcp_stream(stream.muxed_conn).is_cut:
                 raise SwarmError(f"the connection with {peer_id(node)} was lost") from error
             if isinstance(error, MalformedRecord):
                 raise PeerRefused(f"{peer_id(node)} answered {protocol} wrongly: {error}") from error

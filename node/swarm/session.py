@@ -1,70 +1,51 @@
 """One life of the libp2p host: from listening to the end or to a crash of the library.
 
 What must survive a crash (the topics, the peers' faults and addresses, the ports) belongs to the caller and is
-handed to the next session. This class is the `Gatekeeper` of `node.swarm.guards`: it says which connections,
-streams and frames are allowed, says hello, and cuts whoever misbehaves. Refuses to reconnect or to restart:
-`network` does.
+handed to the next session. This class is the `Gatekeeper` of `node.swarm.guards`: it says which connections and
+streams are allowed, and cuts whoever misbehaves. Refuses to reconnect or to restart: `network` does.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.identity.identify.identify import ID as IDENTIFY
 from libp2p.identity.identify.identify import identify_handler_for
 from libp2p.peer.id import ID
-from libp2p.rcmgr import Direction
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from node.errors import PeerRefused, SwarmError
 from node.log import get_logger
+from node.swarm.admission import Admission, Lasting
 from node.swarm.dialling import check_free, expand, explain, resolve
-from node.swarm.gossip import Gossip, GuardedPubsub, id_bytes, node_from_bytes, node_of
-from node.swarm.greeting import Greeter
+from node.swarm.gossip import GuardedPubsub, id_bytes, node_from_bytes, node_of
 from node.swarm.guards import (
     GuardedHost,
     GuardedYamux,
     Untyped,
+    is_inbound,
     is_our_bug,
     reset_quietly,
     tame_library,
     tcp_stream,
 )
-from node.swarm.hello import ADDRESSES_MAX, HELLO_PROTOCOL, HelloFailed, addresses_untrusted, agent_untrusted
-from node.swarm.limits import SwarmLimits
-from node.swarm.multiaddrs import Address, is_reachable_from, parse_multiaddr
-from node.swarm.peers import FAULT_FLOOD, FAULT_MALFORMED, AddressGate, InboundSlot, PeerBook, PeerState
+from node.swarm.hello import HELLO_PROTOCOL
+from node.swarm.multiaddrs import Address, parse_multiaddr
+from node.swarm.peers import FAULT_FLOOD, FAULT_MALFORMED, InboundSlot, PeerState
 from node.swarm.stack import make_swarm
-from protocol.errors import MalformedRecord
 from protocol.identity import NodeId, peer_id
 
 log = get_logger(__name__)
 
 TEND_INTERVAL_S = 5.0
-STRANGER_COST = 4.0
-"""Connection tokens that a failed hello takes from the remote address."""
 BAN_COST = 16.0
+"""Connection tokens that a ban takes from the remote address."""
 _CUT_S = 2.0
-
-
-class Lasting(msgspec.Struct, frozen=True, kw_only=True):
-    """What outlives a session."""
-
-    node: NodeId
-    greeter: Greeter
-    limits: SwarmLimits
-    max_peers: int
-    book: PeerBook
-    gate: AddressGate
-    gossip: Gossip
-    counters: Counter[str]
-    on_admitted: Callable[[PeerState], None]
-    on_gone: Callable[[PeerState], None]
+_CUT_POLL_S = 0.02
 
 
 class Session:
@@ -80,7 +61,8 @@ class Session:
         self.listening: tuple[Address, ...] = ()
         keys = create_new_key_pair(seed)
         self.swarm = make_swarm(keys, lasting.limits, lasting.max_peers + lasting.limits.pending_max, self)
-        self.host = GuardedHost(self.swarm, self, {HELLO_PROTOCOL: self._hear_hello})
+        self._admission = Admission(lasting, self._connections, self._register, self.advertised)
+        self.host = GuardedHost(self.swarm, self, {HELLO_PROTOCOL: self._admission.hear_hello})
         self.host.set_stream_handler(IDENTIFY, self._gated(identify_handler_for(self.host)))
         self.pubsub = GuardedPubsub(self.host, self, lasting.gossip)
 
@@ -139,7 +121,7 @@ class Session:
             state = self._book.connected.get(node)
         if state is not None:
             # A little longer than the hello itself may take, so that its own reason for failing comes first.
-            await self._wait_hello(state, slack_s=_CUT_S)
+            await self._admission.wait_hello(state, slack_s=_CUT_S)
             if state.admitted.is_set() and not state.gone.is_set():
                 return state
         reason = state.cut_reason if state is not None else ""
@@ -157,21 +139,16 @@ class Session:
         try:
             return await self.host.new_stream(ID(id_bytes(node)), [protocol])
         except BaseLibp2pError as error:
-            if self.is_connected(node):
+            if str(error.__cause__).startswith("protocols not supported"):
                 raise PeerRefused(f"{peer_id(node)} does not answer {protocol}") from error
-            raise SwarmError(f"the connection with {peer_id(node)} was lost") from error
+            raise SwarmError(f"{peer_id(node)} could not be asked: its connection or stream was closed") from error
 
     def is_connected(self, node: NodeId) -> bool:
         """Return whether a live connection with `node` exists."""
-        return any(not conn.muxed_conn.event_shutting_down.is_set() for conn in self._connections(node))
-
-    def cut(self, node: NodeId, reason: str) -> None:
-        """End all connections with `node` at once."""
-        state = self._book.connected.get(node)
-        if state is not None:
-            state.cut_reason = state.cut_reason or reason
-        for conn in self._connections(node):
-            conn.muxed_conn.cut()
+        return any(
+            not conn.muxed_conn.event_shutting_down.is_set() and not tcp_stream(conn.muxed_conn).is_cut
+            for conn in self._connections(node)
+        )
 
     def fault(self, node: NodeId, points: float, reason: str) -> None:
         """Hold something against a peer; cut and ban it when that was too much."""
@@ -182,7 +159,7 @@ class Session:
         state = self._book.connected.get(node)
         if state is not None:
             self._lasting.gate.charge(state.address, BAN_COST)
-        self.cut(node, f"we banned it: {reason}")
+        self._admission.cut(node, f"we banned it: {reason}")
 
     def measure(self, state: PeerState) -> None:
         """Take the latest latency of a peer from its connections."""
@@ -222,17 +199,18 @@ class Session:
 
     def connected(self, conn: Untyped) -> None:
         """Gatekeeper: say hello to whom we dialled, expect it of whoever dialled us."""
-        self.connecting(conn.muxed_conn, inbound=_is_inbound(conn))
+        inbound = is_inbound(conn)
+        self.connecting(conn.muxed_conn, inbound=inbound)
         state = self._book.connected[node_of(conn.muxed_conn.peer_id)]
         if self._nursery is None:
             return
-        if state.admitted.is_set():
-            self._settle(state)
-            return
-        if _is_inbound(conn):
-            self._nursery.start_soon(self._expect_hello, state)
+        if not inbound:
+            # Even when the peer is admitted: it may have restarted, and lost what it knew.
+            self._nursery.start_soon(self._admission.say_hello, conn, state)
+        elif state.admitted.is_set():
+            self._admission.settle(state)
         else:
-            self._nursery.start_soon(self._say_hello, state)
+            self._nursery.start_soon(self._admission.expect_hello, state)
 
     def disconnected(self, peer: Untyped) -> None:
         """Gatekeeper: forget the peer with its last connection."""
@@ -278,119 +256,23 @@ class Session:
         state = self._book.connected.get(node_of(peer))
         if state is None:
             return None
-        await self._wait_hello(state)
+        await self._admission.wait_hello(state)
         return state if state.admitted.is_set() and not state.gone.is_set() else None
 
+    # --- the rest
+
     async def _living(self, node: NodeId) -> PeerState | None:
-        """Return the state of a connected peer. One whose connections are ending is waited for, and is none."""
-        state = self._book.connected.get(node)
-        if state is None or self.is_connected(node):
-            return state
+        """Return the state of a connected peer, or None. One whose connections are just ending is waited for."""
         with trio.move_on_after(_CUT_S):
-            await state.gone.wait()
+            while (state := self._book.connected.get(node)) is not None:
+                if self.is_connected(node):
+                    return state
+                with trio.move_on_after(_CUT_POLL_S):
+                    await state.gone.wait()
         return None
 
-    # --- hello
-
-    async def _say_hello(self, state: PeerState) -> None:
-        node = state.node
-        reason = "it did not say hello in time"
-        with trio.move_on_after(self._limits.hello_timeout_ms / 1000):
-            try:
-                stream = await self.host.new_stream(ID(id_bytes(node)), [HELLO_PROTOCOL])
-                try:
-                    done = await self._lasting.greeter.greet(stream, node, self._addresses_text())
-                    await stream.close()
-                except BaseException:
-                    with trio.CancelScope(shield=True):
-                        await reset_quietly(stream)
-                    raise
-            except HelloFailed as error:
-                reason = str(error)
-            except Exception as error:
-                if is_our_bug(error):
-                    raise
-                reason = "it does not say hello as a gpunode does"
-                log.debug("swarm.hello_failed", peer=peer_id(node), error=repr(error))
-            else:
-                self._admit(state, done.agent, done.addresses)
-                return
-        if not state.admitted.is_set():
-            self._lasting.counters["hellos_failed"] += 1
-            self.cut(node, reason)
-
-    async def _expect_hello(self, state: PeerState) -> None:
-        await self._wait_hello(state)
-        if not state.admitted.is_set() and not state.gone.is_set():
-            self._refuse_stranger(state, "it did not say hello in time")
-
-    async def _hear_hello(self, stream: Untyped) -> None:
-        node = node_of(stream.muxed_conn.peer_id)
-        state = self._book.connected.get(node)
-        if state is None:
-            return
-        with trio.move_on_after(self._limits.hello_timeout_ms / 1000):
-            try:
-                confirm = await self._lasting.greeter.receive(stream, node)
-                if self._is_full() and not state.admitted.is_set():
-                    await self._lasting.greeter.turn_away(stream)
-                    await stream.close()
-                    self.cut(node, "there is no room for more peers")
-                    return
-                self._cut_older(stream.muxed_conn, node)
-                self._admit(state, confirm.agent, confirm.addresses)
-                await self._lasting.greeter.finish(stream, self._addresses_text())
-                await stream.close()
-            except (HelloFailed, MalformedRecord) as error:
-                await stream.close()
-                self._refuse_stranger(state, str(error))
-
-    def _admit(self, state: PeerState, agent: str, addresses: tuple[str, ...]) -> None:
-        if state.gone.is_set() or state.admitted.is_set():
-            return
-        claimed = addresses_untrusted(addresses, state.node)
-        self._book.remember(
-            state.node, (address for address in claimed if is_reachable_from(address, state.address))
-        )
-        self._book.admit(state, agent_untrusted(agent))
-        self._settle(state)
-        self.pubsub.admit(ID(id_bytes(state.node)))
-        log.info("swarm.peer_connected", peer=peer_id(state.node), address=state.address, agent=state.agent)
-        self._lasting.on_admitted(state)
-
-    def _is_full(self) -> bool:
-        """Return whether inbound peers have taken all but the slots kept for whom we dial ourselves."""
-        max_peers = self._lasting.max_peers
-        return self._lasting.gate.settled >= max(1, max_peers - max_peers // 4)
-
-    def _settle(self, state: PeerState) -> None:
-        for conn in self._connections(state.node):
-            slot = tcp_stream(conn.muxed_conn).slot
-            if slot is not None:
-                self._lasting.gate.settle(slot)
-
-    def _refuse_stranger(self, state: PeerState, reason: str) -> None:
-        self._lasting.counters["hellos_failed"] += 1
-        self._lasting.gate.charge(state.address, STRANGER_COST)
-        log.info("swarm.stranger_cut", peer=peer_id(state.node), address=state.address, reason=reason)
-        self.cut(state.node, reason)
-
-    def _cut_older(self, newest: Untyped, node: NodeId) -> None:
-        """End earlier inbound connections of a peer: it dials again only when it has lost them."""
-        for conn in self._connections(node):
-            if conn.muxed_conn is not newest and _is_inbound(conn):
-                conn.muxed_conn.cut()
-
-    async def _wait_hello(self, state: PeerState, *, slack_s: float = 0.0) -> None:
-        """Return when the peer has said hello, has gone, or is too late."""
-        if state.admitted.is_set() or state.gone.is_set():
-            return
-        with trio.move_on_after(self._limits.hello_timeout_ms / 1000 + slack_s):
-            async with trio.open_nursery() as nursery:
-                for event in (state.admitted, state.gone):
-                    nursery.start_soon(_wait_then_cancel, event, nursery.cancel_scope)
-
-    # --- the rest
+    def _register(self, node: NodeId) -> None:
+        self.pubsub.admit(ID(id_bytes(node)))
 
     def _gated(self, handler: Callable[[Untyped], Any]) -> Callable[[Untyped], Any]:
         """Return a stream handler that answers admitted peers only."""
@@ -438,7 +320,7 @@ class Session:
         while True:
             await trio.sleep(TEND_INTERVAL_S)
             for state in self._book.admitted():
-                self.pubsub.admit(ID(id_bytes(state.node)))
+                self._register(state.node)
 
     async def _close(self) -> None:
         self._nursery = None
@@ -453,15 +335,3 @@ class Session:
     def _connections(self, node: NodeId) -> list[Untyped]:
         found: list[Untyped] = self.swarm.get_connections(ID(id_bytes(node)))
         return list(found)
-
-    def _addresses_text(self) -> tuple[str, ...]:
-        return tuple(str(address) for address in self.advertised())[:ADDRESSES_MAX]
-
-
-def _is_inbound(conn: Untyped) -> bool:
-    return bool(conn.direction == Direction.INBOUND)
-
-
-async def _wait_then_cancel(event: trio.Event, scope: trio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()

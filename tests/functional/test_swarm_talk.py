@@ -89,6 +89,32 @@ async def test_ignored_gossip_is_not_passed_on_and_harms_nobody():
         assert last.data == [b"wanted"]
 
 
+async def test_gossip_survives_its_streams():
+    """A broken gossip stream on a live connection is opened again, and subscriptions are not forgotten."""
+    async with open_node(1) as a, open_node(2) as b:
+        heard = {node: Heard() for node in (a, b)}
+        for node, handler in heard.items():
+            node.on_gossip("offers", handler)
+        await a.connect(b.addresses[0])
+        await wait_until(lambda: topic_peers(a) == 1 and topic_peers(b) == 1)
+        for round_number in range(3):
+            for node in (a, b):
+                assert node._session is not None
+                (stream,) = node._session.pubsub.peers.values()
+                await stream.reset()
+                await node.publish("offers", b"lost with its stream")
+            for node, other in ((a, b), (b, a)):
+                marker = b"%d" % round_number
+
+                async def heard_by_other(node=node, other=other, marker=marker) -> None:
+                    while marker + other.node not in heard[other].data:
+                        await node.publish("offers", marker + other.node)
+                        await trio.sleep(0.02)
+
+                with trio.fail_after(20):
+                    await heard_by_other()
+
+
 async def test_requests_go_both_ways_and_may_be_long():
     async with open_node(1) as a, open_node(2) as b:
         a.on_request("trade/1", echo)
