@@ -1,5 +1,7 @@
 """`python -P -m node.keeper LEASE_DIR SOCKET`: look after one lease until it is settled.
 
+With `--spare SOCKET` in their place it waits there for a lease (`node.lease.spare`).
+
 Everything is imported here, at the start: an upgrade must not change the code under a running keeper. Ends with
 status 0 when the lease is settled or SIGTERM came to a renter's, 1 when it could not go on (its daemon starts
 another), 3 when another keeper holds the lease.
@@ -17,6 +19,7 @@ from node.clock import SystemClock
 from node.errors import NodeError
 from node.keeper.provider import ProviderKeeper
 from node.keeper.renter import RenterKeeper
+from node.keeper.spare import wait_for_assignment
 from node.keeper.start import IDLE_MS, bound_own_log, prepare_process, tunnel_limits
 from node.lease.files import Role, delete_keys, read_keys, read_lease_file, read_status
 from node.lease.lock import LeaseHeld, LeaseLock
@@ -34,13 +37,21 @@ log = logging.get_logger(__name__)
 def main() -> int:
     """Run a keeper; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -P -m node.keeper", description="Look after one lease.")
-    parser.add_argument("directory", type=Path, help="the lease's directory")
-    parser.add_argument("socket", type=Path, help="where the daemon finds this keeper")
+    parser.add_argument("directory", type=Path, nargs="?", help="the lease's directory")
+    parser.add_argument("socket", type=Path, nargs="?", help="where the daemon finds this keeper")
+    parser.add_argument("--spare", type=Path, metavar="SOCKET", help="wait there for a lease to look after")
     parser.add_argument("--log-level", choices=logging.LEVELS, default="info")
     parser.add_argument("--idle-ms", type=int, default=IDLE_MS, help="after this silence a peer counts as gone")
     arguments = parser.parse_args()
     prepare_process()
     logging.configure(arguments.log_level, json_lines=True)
+    if arguments.spare is not None:
+        assignment = wait_for_assignment(arguments.spare)
+        if assignment is None:
+            return 0
+        arguments.directory, arguments.socket = Path(assignment.directory), Path(assignment.socket)
+    if arguments.directory is None or arguments.socket is None:
+        parser.error("the lease's directory and a socket are needed")
     bound_own_log()
     try:
         lock = LeaseLock.acquire(arguments.directory)

@@ -40,6 +40,9 @@ from protocol.machines import provider_lease_types as machine
 from protocol.machines.lease import OVER_PHASES, FailReason, LeasePhase
 from protocol.machines.provider_lease_types import ProviderLease
 
+ERASE_WAIT_S = 5.0
+"""How long settling waits for the scratch to be gone."""
+
 log = get_logger(__name__)
 
 
@@ -248,6 +251,10 @@ class ProviderKeeper:
 
     async def settle(self) -> None:
         """Close the lease. Raises NodeError when it is not over."""
+        if self._journal.state.phase in OVER_PHASES:
+            # So that a settled lease has, as a rule, nothing mounted any more: its directory may be deleted.
+            with trio.move_on_after(ERASE_WAIT_S):
+                await self._erased.wait()
         try:
             await self._journal.feed(machine.SettleAsked())
         except IllegalTransition as error:

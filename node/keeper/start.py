@@ -5,6 +5,7 @@ Refuses to hold what only one side needs.
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import stat
@@ -27,6 +28,15 @@ REAP_INTERVAL_S = 5.0
 SWITCH_INTERVAL_S = 0.0005
 """Python's default of 5 ms starves threads that move bytes while the event loop computes, and the reverse."""
 LOG_SIZE_MAX = 4 * 1024 * 1024
+LATE_MODULES = (
+    "cryptography.hazmat.backends.openssl.backend",
+    "encodings.ascii",
+    "encodings.idna",
+    "encodings.latin_1",
+    "encodings.unicode_escape",
+)
+"""What libraries load only when they first need it: by then the files may be another version's, or not readable
+for the user that a spare has become."""
 DROPPED_PREFIXES = ("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_")
 """What systemd tells its service is not for keepers: they must not answer in its name."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -64,7 +74,9 @@ def link_hello(lease_file: LeaseFile, generation: int) -> LinkHello:
 
 
 def prepare_process() -> None:
-    """Make this process independent of whoever started it."""
+    """Make this process independent of whoever started it, and of the files that it was started from."""
+    for name in LATE_MODULES:
+        importlib.import_module(name)
     os.umask(0o077)
     os.chdir("/")
     for name in [name for name in os.environ if name.startswith(DROPPED_PREFIXES)]:

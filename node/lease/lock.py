@@ -102,7 +102,7 @@ def read_generation(directory: Path) -> int:
 
 def boot_id() -> str:
     """Return the kernel's id of this boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -223,7 +223,7 @@ class Pair:
         self.write_renter((f"127.0.0.1:{status.port}",))
         self.renter.start()
 
-    def write_renter(self, addresses: tuple[str, ...]) -> None:
+    def write_renter(self, addresses: tuple[str, ...], uid: int | None = None) -> None:
         side = self._renter_file.renter_side
         assert side is not None
         renter_file = msgspec.structs.replace(
@@ -231,7 +231,7 @@ class Pair:
         )
         _provider_key, renter_key, voucher_key = self._keys
         keys = LeaseKeys(renter_key.reveal_seed(), voucher_key.reveal_seed())
-        create_lease_directory(self.renter.directory, renter_file, keys)
+        create_lease_directory(self.renter.directory, renter_file, keys, uid=uid, gid=uid)
 
     async def finish(self) -> tuple[LeaseStatus, LeaseStatus]:
         """Wait until both are over; return (provider's, renter's) status."""
