@@ -37,6 +37,7 @@ from protocol.machines.auction_types import (
     TimeReached,
     WithdrawOffer,
     offer_of,
+    publishing,
 )
 from protocol.machines.clearing import lottery_commitment
 from protocol.records import Award, Bid, GrantDelivery, Refusal, Withdrawal
@@ -62,6 +63,8 @@ class Plan:
         self.gossip: list[bytes] = []
         self.starts: list[bytes] = []
         """Leases whose keepers to start."""
+        self.statement: bytes | None = None
+        """The offer or withdrawal among `gossip`."""
         self.reply: Sealed[Any] | None = None
         """To the message that caused the step."""
         self.lease_changes: list[tuple[bytes, dict[str, Any]]] = []
@@ -109,9 +112,10 @@ class ListingAuction:
             plan = Plan()
             for effect in _coalesced(effects):
                 auction = self._plan(plan, auction, effect, now, cause)
-            row = ListingRow(name=auction.listing.name, auction=codec.encode(auction), offer=self.offer)
+            offer = plan.statement or self.offer
+            row = ListingRow(name=auction.listing.name, auction=codec.encode(auction), offer=offer)
             mail = await self._context.store.transaction(lambda tx: self._write(tx, plan, row))
-            self.auction = auction
+            self.auction, self.offer = auction, offer
         self._outbox.kick(*mail)
         self._timer_changed.set()
         for lease, changes in plan.lease_changes:
@@ -166,6 +170,9 @@ class ListingAuction:
                 countersignature = next(sold for sold in auction.leases if sold.lease == lease).countersignature_id
                 plan.change_lease(lease, state=LeaseState.COUNTERSIGNED, countersignature_id=countersignature)
                 plan.starts.append(lease)
+                if cause is not None:
+                    signed = context.record_row(cause, lease=lease)
+                    plan.writes.append(lambda tx: tx.records.put(signed))
             case SendGrant():
                 self._plan_grant(plan, effect, now)
             case SendRelease(renter, release):
@@ -254,7 +261,7 @@ class ListingAuction:
         plan.mail.append((effect.renter, delivery, max(1000, grant.until - now)))
 
     def _plan_offer(self, plan: Plan, auction: Auction, now: Millis) -> Auction:
-        if auction.paused:
+        if not publishing(auction):
             return auction
         offer = offer_of(
             auction,
@@ -265,7 +272,7 @@ class ListingAuction:
             lifetime_ms=OFFER_LIFETIME_MS,
         )
         sealed = self._context.seal(offer)
-        self.offer = sealed.data
+        plan.statement = sealed.data
         plan.gossip.append(sealed.data)
         auction, _ = step(auction, OfferSigned(sealed.id, offer.sequence), now)
         return auction
@@ -279,7 +286,7 @@ class ListingAuction:
             expires_at=Millis(now + OFFER_LIFETIME_MS),
         )
         sealed = self._context.seal(withdrawal)
-        self.offer = sealed.data
+        plan.statement = sealed.data
         plan.gossip.append(sealed.data)
         return msgspec.structs.replace(auction, sequence=withdrawal.sequence)
 

@@ -22,7 +22,7 @@ from node.market.context import Context
 from node.market.inventory import Inventory
 from node.market.leases import LIVE_STATES, Leases, LeaseState, LiveLease
 from node.market.outbox import Answer, Outbox, Undelivered
-from node.market.settling import NOT_YET, entry_of, receipt_of
+from node.market.settling import NOT_YET, entry_of, receipt_of, unpaid_entry_of
 from node.ports import TaskStatus
 from node.store import LeaseRow, LeaseSecretRow, OutboxRow, RecordRow, Transaction
 from protocol.envelope import open_as_untrusted
@@ -77,10 +77,16 @@ class Lender:
             for row in rows:
                 if row.state == LeaseState.COUNTERSIGNED:
                     self.spawn_start(row.lease)
-                elif row.state in LIVE_STATES or (row.state == LeaseState.SETTLED and not row.released_at):
+                elif await self._is_to_follow(row):
                     self._leases.adopt(row)
             task_status.started()
             await trio.sleep_forever()
+
+    async def _is_to_follow(self, row: LeaseRow) -> bool:
+        if row.state == LeaseState.LAPSED:
+            # A keeper that was started for nothing has to be told so.
+            return await trio.Path(self._context.lease_directory(row.lease)).exists()
+        return row.state in LIVE_STATES or (row.state == LeaseState.SETTLED and not row.released_at)
 
     def spawn_start(self, lease: bytes) -> None:
         """Start a countersigned lease's keeper in a task, and report to its auction."""
@@ -88,10 +94,26 @@ class Lender:
             self._nursery.start_soon(self._start, lease)
 
     async def _start(self, lease: bytes) -> None:
+        while True:
+            try:
+                await self._prepare(lease)
+            except StoreError as error:
+                # Our disk is full, say: nothing has happened, and the renter waits a while.
+                log.error("selling.not_written", lease=lease.hex(), problem=str(error))
+                await trio.sleep(AGAIN_S)
+            else:
+                self._pending.pop(lease, None)
+                return
+
+    async def _prepare(self, lease: bytes) -> None:
         row, secret, bid_row, award_row = await self._context.store.transaction(partial(_lease_papers, lease))
+        if row is None:
+            return
         desk = self._auctions[row.listing]
         live: LiveLease | None = None
         try:
+            if secret is None or bid_row is None or award_row is None:
+                raise NodeError("its records are incomplete")
             bid = open_as_untrusted(bid_row.data, Bid, self._context.network_id).record
             award = open_as_untrusted(award_row.data, Award, self._context.network_id).record
             lease_file = self._lease_file(row, bid, award)
@@ -113,8 +135,12 @@ class Lender:
         await self._context.store.transaction(lambda tx: tx.lease_secrets.delete("lease = ?", lease))
 
     async def _abandon(self, live: LiveLease) -> None:
+        """End a keeper whose lease never began, however late it came up: its devices may be sold to others."""
         try:
-            await self._leases.cancel(live.row.lease, FailReason.SANDBOX_FAILED)
+            if live.status is not None and live.status.phase in OVER_PHASES:
+                await self._leases.settle(live)
+            else:
+                await self._leases.cancel(live.row.lease, FailReason.SANDBOX_FAILED)
         except NodeError as error:
             log.info("selling.keeper_gone", lease=live.row.lease.hex(), problem=str(error))
 
@@ -166,7 +192,7 @@ class Lender:
 
     def grant_delivery(self, lease: bytes) -> tuple[bytes, tuple[str, ...]]:
         """Return the salt of the lease's commitment, and where its keeper is reached by UDP."""
-        live = self._pending.pop(lease)
+        live = self._pending[lease]
         if live.status is None:
             raise AssertionError("a grant is made after its keeper's first status")
         hosts = self._tunnel.advertise or _hosts_of(self._context.network.addresses)
@@ -178,6 +204,9 @@ class Lender:
     async def observe(self, live: LiveLease) -> None:
         """Take note of a keeper's status: free the devices, sign the receipt, settle. Idempotent."""
         row, status = live.row, live.status
+        if row.state == LeaseState.LAPSED:
+            await self._abandon(live)
+            return
         if row.state not in (LeaseState.GRANTED, LeaseState.OVER, LeaseState.SETTLED):
             return
         is_over = live.is_lost or (status is not None and status.phase in OVER_PHASES)
@@ -199,20 +228,19 @@ class Lender:
         keys = _keys_of(row)
         reason = live.status.outcome if live.status is not None and live.status.outcome else "ended"
         desk = self._auctions[row.listing]
-        try:
-            while True:
-                leased = frozenset(key for sold in desk.auction.leases for key in sold.keys)
-                await self._inventory.refresh(leased)
-                problem = self._inventory.not_clear(keys)
-                if not problem:
+        while True:
+            auctions = [other.auction for other in self._auctions.values()]
+            leased = {key for auction in auctions for sold in auction.leases for key in sold.keys}
+            await self._inventory.refresh(frozenset(leased))
+            live.problem = self._inventory.not_clear(keys)
+            if not live.problem:
+                try:
+                    await desk.apply(LeaseEnded(row.lease, reason))
                     break
-                live.problem = problem
-                await trio.sleep(CLEAR_POLL_S)
-            await desk.apply(LeaseEnded(row.lease, reason))
-        except NodeError as error:
-            log.error("selling.not_released", lease=row.lease.hex(), problem=str(error))
-        finally:
-            self._releasing.discard(row.lease)
+                except StoreError as error:
+                    log.error("selling.not_released", lease=row.lease.hex(), problem=str(error))
+            await trio.sleep(CLEAR_POLL_S)
+        self._releasing.discard(row.lease)
 
     async def _sign_receipt(self, live: LiveLease) -> None:
         row, context = live.row, self._context
@@ -227,6 +255,9 @@ class Lender:
         def write(tx: Transaction) -> OutboxRow:
             tx.records.put(context.record_row(receipt, lease=row.lease))
             tx.entries.put(entry_of(receipt, is_provider=True, confirmed=False))
+            unpaid = unpaid_entry_of(receipt)
+            if unpaid.amount > 0:
+                tx.entries.put(unpaid)
             tx.leases.change(row.lease, **changes)
             return self._outbox.enqueue(tx, row.peer, receipt, RECEIPT_LIFETIME_MS)
 
@@ -272,14 +303,13 @@ class Lender:
             self._outbox.kick(mail)
 
 
-def _lease_papers(lease: bytes, tx: Transaction) -> tuple[LeaseRow, LeaseSecretRow, RecordRow, RecordRow]:
+def _lease_papers(
+    lease: bytes, tx: Transaction
+) -> tuple[LeaseRow | None, LeaseSecretRow | None, RecordRow | None, RecordRow | None]:
     row = tx.leases.get(lease)
-    secret = tx.lease_secrets.get(lease)
     bid = tx.records.get(row.bid_id) if row else None
     award = tx.records.get(row.award_id) if row else None
-    if row is None or secret is None or bid is None or award is None:
-        raise StoreError(f"the records of lease {lease.hex()} are incomplete")
-    return row, secret, bid, award
+    return row, tx.lease_secrets.get(lease), bid, award
 
 
 def _hosts_of(addresses: tuple[str, ...]) -> tuple[str, ...]:

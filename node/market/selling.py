@@ -42,17 +42,14 @@ from protocol.machines.auction_types import (
 )
 from protocol.records import Bid, BidRejected, Countersignature, Curve, Refusal, RejectReason
 from protocol.records.lease import GENESIS
-from protocol.units import DAY_MS, MINUTE_MS, SECOND_MS, Millis
+from protocol.units import MINUTE_MS, SECOND_MS, Millis
 
 log = get_logger(__name__)
 
 REFRESH_S = 5.0
 OFFER_REFRESH_MS = 2 * MINUTE_MS
-CLEAR_POLL_S = 0.5
-RECEIPT_LIFETIME_MS = 30 * DAY_MS
-JOB_UID_BASE = 200_000
-JOB_UID_SPAN = 60_000
-KEEPER_READY_S = 20
+EPOCH_KEY = "epoch"
+"""Where the database remembers "<epoch> <sells from>" once it was found to be an old copy."""
 
 
 class Seller:
@@ -80,6 +77,10 @@ class Seller:
         self.auctions: dict[str, ListingAuction] = {}
         self._nursery: trio.Nursery | None = None
         self._price_overrides: dict[str, tuple[int | None, int | None]] = {}
+        self._bid_lock = trio.Lock()
+        """One bid at a time: the next one's credit depends on what this one takes of it."""
+        self._epoch, self._sells_from = 0, Millis(0)
+        """For listings that are opened after the database was found to be old."""
         self.lender = Lender(context, outbox, leases, inventory, lend, tunnel, self.auctions)
         self._hooks = Hooks(
             start_keeper=self.lender.spawn_start,
@@ -115,6 +116,9 @@ class Seller:
     async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Sell, until cancelled."""
         rows = await self._context.store.transaction(lambda tx: list(tx.listings.all()))
+        epoch = await self._context.store.transaction(lambda tx: tx.meta(EPOCH_KEY))
+        if epoch is not None:
+            self._epoch, self._sells_from = int(epoch.split()[0]), Millis(int(epoch.split()[1]))
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for row in rows:
@@ -124,8 +128,12 @@ class Seller:
                     raise StoreError(f"the stored auction of {row.name} is broken: {broken}")
                 self.newest_known_sequence = max(self.newest_known_sequence, auction.sequence)
                 self._adopt_auction(ListingAuction(self._context, self._outbox, auction, self._hooks))
-            await nursery.start(self.lender.run)
+            # The devices first: a lease that waits for its keeper needs to know its own.
             await self.refresh()
+            await nursery.start(self.lender.run)
+            for desk in list(self.auctions.values()):
+                if desk.offer is None:
+                    await desk.apply(OfferRefreshed())
             task_status.started()
             nursery.start_soon(self._every, REFRESH_S, self.refresh)
             nursery.start_soon(self._every, self._lend.reprice_every_ms / SECOND_MS, self.reprice)
@@ -169,10 +177,11 @@ class Seller:
 
     async def _update_listing(self, name: str, listing: Listing) -> None:
         present, sellable = {}, set()
+        elsewhere = self._taken_outside(name)
         for listed in self.inventory.devices.values():
             if listed.listing == name:
-                present[listed.key] = Unit(listed.key, 0, GENESIS, True)
-                if listed.is_sellable:
+                present[listed.key] = self._unit(listed.key)
+                if listed.is_sellable and listed.key not in elsewhere:
                     sellable.add(listed.key)
         desk = self.auctions.get(name)
         if desk is None:
@@ -183,6 +192,22 @@ class Seller:
                 return
             desk = self._adopt_auction(ListingAuction(self._context, self._outbox, auction, self._hooks))
         await desk.apply(ListingChanged(listing, present, frozenset(sellable)))
+
+    def _unit(self, key: bytes) -> Unit:
+        """Return a device with its chain as far as any listing took it."""
+        known = [
+            unit
+            for desk in self.auctions.values()
+            for unit in (*desk.auction.units, *desk.auction.retired)
+            if unit.key == key
+        ]
+        return max(known, key=lambda unit: unit.number, default=Unit(key, 0, GENESIS, True))
+
+    def _taken_outside(self, name: str) -> set[bytes]:
+        """Return the devices that are held or sold by listings other than `name`: they may look like ours now."""
+        auctions = [desk.auction for other, desk in self.auctions.items() if other != name]
+        held = {key for auction in auctions for hold in auction.holds for key in hold.keys}
+        return held | {key for auction in auctions for sold in auction.leases for key in sold.keys}
 
     def _open_auction(self, name: str, listing: Listing, present: dict[bytes, Unit]) -> Auction | None:
         prices = self._prices(name)
@@ -205,6 +230,8 @@ class Seller:
             # Devices come with `ListingChanged`, which also publishes the first offer.
             units=(),
             secret=random_bytes(32),
+            epoch=self._epoch,
+            sells_from=self._sells_from,
         )
 
     def _prices(self, name: str) -> tuple[int, int] | None:
@@ -240,9 +267,13 @@ class Seller:
             await desk.apply(OfferRefreshed())
 
     async def open_epoch(self, epoch: int, sells_from: Millis) -> None:
-        """Sell only after leases that this database has forgotten."""
+        """Sell only after leases that this database has forgotten; listings that are opened later, too."""
+        self._epoch = max([epoch, self._epoch + 1, *(desk.auction.epoch + 1 for desk in self.auctions.values())])
+        self._sells_from = sells_from
+        remembered = f"{self._epoch} {sells_from}"
+        await self._context.store.transaction(lambda tx: tx.set_meta(EPOCH_KEY, remembered))
         for desk in list(self.auctions.values()):
-            await desk.apply(EpochOpened(max(epoch, desk.auction.epoch + 1), sells_from))
+            await desk.apply(EpochOpened(self._epoch, sells_from))
 
     # --- messages of renters --------------------------------------------------------------------------------
 
@@ -256,31 +287,44 @@ class Seller:
                     bid_id=bid.id, reason=RejectReason.STALE_OFFER, detail="there is no such listing", price_now=0
                 )
             )
-        known, credit = await context.store.transaction(partial(self._before_bid, bid, desk))
-        if known is not None:
-            return open_untrusted(known.data, context.network_id)
-        event = BidReceived(bid.id, bid.signer, bid.record, now, credit, address_prefix)
-        reply = await desk.apply(event, cause=bid)
+        async with self._bid_lock:
+            known, credit = await context.store.transaction(
+                partial(self._before_bid, bid, desk.auction.listing.simulated, self._waiting())
+            )
+            if known is not None:
+                return open_untrusted(known.data, context.network_id)
+            event = BidReceived(bid.id, bid.signer, bid.record, now, credit, address_prefix)
+            reply = await desk.apply(event, cause=bid)
         if reply is None:
             raise AssertionError("an auction answers every bid")
         return reply
 
-    def _before_bid(self, bid: Sealed[Bid], desk: ListingAuction, tx: Transaction) -> tuple[RecordRow | None, int]:
+    def _waiting(self) -> list[BidReceived]:
+        """Return the bids that may yet be awarded and then count against somebody's credit."""
+        real = [desk.auction for desk in self.auctions.values() if not desk.auction.listing.simulated]
+        return [waiting for auction in real for waiting in auction.waiting()]
+
+    def _before_bid(
+        self, bid: Sealed[Bid], is_simulated: bool, waiting: list[BidReceived], tx: Transaction
+    ) -> tuple[RecordRow | None, int]:
         known = next(tx.records.where("reply_to = ?", bid.id), None)
-        if desk.auction.listing.simulated:
+        if is_simulated:
             return known, bid.record.max_spend  # simulated leases count for nothing
         limit = self._credit_limit(tx, bid.signer)
-        return known, credit_left(tx, bid.signer, limit, self._stranger_credit)
+        committed = sum(
+            other.bid.max_spend
+            for other in waiting
+            if other.renter == bid.signer or (limit is None and self._credit_limit(tx, other.renter) is None)
+        )
+        return known, credit_left(tx, bid.signer, limit, self._stranger_credit) - committed
 
     async def on_countersignature(self, sealed: Sealed[Countersignature]) -> Sealed[Any] | None:
         """Take a countersignature; None: taken (or taken before)."""
         row = await self._context.store.transaction(lambda tx: tx.leases.get(sealed.record.lease))
-        if row is None or row.role != "provider" or row.award_id != sealed.record.award_id:
+        is_ours = row is not None and row.role == "provider" and row.peer == sealed.signer
+        if row is None or not is_ours or row.award_id != sealed.record.award_id:
             return self._context.seal(Refusal(of=sealed.id, reason="unknown_award"))
         desk = self.auctions.get(row.listing)
         if desk is None:
             return self._context.seal(Refusal(of=sealed.id, reason="unknown_listing"))
-        await self._context.store.transaction(
-            lambda tx: tx.records.put(self._context.record_row(sealed, lease=row.lease))
-        )
         return await desk.apply(CountersignatureReceived(row.lease, sealed.signer, sealed.id), cause=sealed)

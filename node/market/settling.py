@@ -11,6 +11,7 @@ from node.lease.files import LeaseStatus
 from node.market.context import Context
 from node.store import EntryRow, LeaseRow, Transaction
 from protocol.envelope import Sealed
+from protocol.identity import hash_bytes
 from protocol.records import Receipt
 from protocol.units import Price, cost, format_amount
 
@@ -21,6 +22,8 @@ NOT_YET = "not_yet"
 """Reason of a refusal that means: send it again later."""
 RECEIPT_KIND = "receipt"
 SETTLEMENT_KIND = "settlement"
+UNPAID_KIND = "unpaid"
+"""What a lease used beyond its vouchers: not owed, but it uses up credit until its renter has paid as much."""
 
 
 def receipt_of(context: Context, row: LeaseRow, status: LeaseStatus | None) -> Receipt:
@@ -91,6 +94,23 @@ def entry_of(sealed: Sealed[Receipt], *, is_provider: bool, confirmed: bool) -> 
         lease=receipt.lease,
         simulated=receipt.simulated,
         confirmed=confirmed,
+        note=receipt.outcome,
+        at=receipt.ended_at,
+    )
+
+
+def unpaid_entry_of(sealed: Sealed[Receipt]) -> EntryRow:
+    """Return the provider's line for what a lease used and no voucher promised; usually of nothing."""
+    receipt = sealed.record
+    used = cost(Price(receipt.price), receipt.quantity, receipt.metered_ms)
+    return EntryRow(
+        id=hash_bytes(b"unpaid" + sealed.id),
+        peer=receipt.renter,
+        kind=UNPAID_KIND,
+        amount=used - receipt.amount,
+        lease=receipt.lease,
+        simulated=receipt.simulated,
+        confirmed=False,
         note=receipt.outcome,
         at=receipt.ended_at,
     )

@@ -6,8 +6,8 @@ admitted competes in the batch, not here.
 
 from protocol.machines.auction_types import WAITING_BIDS_MAX, Auction, BidReceived, free_units
 from protocol.pricing import clock_price
-from protocol.records import BidRejected, RejectReason
-from protocol.units import Millis, cost, format_amount, format_duration, format_price
+from protocol.records import Bid, BidRejected, RejectReason, Terms
+from protocol.units import Amount, Millis, Price, cost, format_amount, format_duration, format_price
 
 SKEW_MAX_MS = 5000
 """How far a bid's clock may be ahead, and how far below the clock a bid may be, as time."""
@@ -68,6 +68,9 @@ def _of_terms(auction: Auction, event: BidReceived, now: Millis) -> BidRejected 
         problem = f"isolation {bid.isolation!r} is not among {', '.join(terms.isolation)}"
     elif bid.network_mode not in terms.network_modes:
         problem = f"network mode {bid.network_mode!r} is not among {', '.join(terms.network_modes)}"
+    elif bid.max_spend < window_cost(terms, bid):
+        needed, cap = format_amount(window_cost(terms, bid)), format_amount(bid.max_spend)
+        problem = f"a spending cap of {cap}; the first window before vouchers are due costs {needed}"
     elif wanted.cpus_milli > host.cpus_milli * bid.quantity:
         problem = f"{wanted.cpus_milli / 1000:g} CPUs wanted, {host.cpus_milli * bid.quantity / 1000:g} offered"
     elif wanted.memory_mib > host.memory_mib * bid.quantity:
@@ -77,6 +80,12 @@ def _of_terms(auction: Auction, event: BidReceived, now: Millis) -> BidRejected 
     if problem:
         return auction.rejection(event.bid_id, RejectReason.TERMS, now, detail=problem)
     return None
+
+
+def window_cost(terms: Terms, bid: Bid) -> Amount:
+    """Return what a lease uses before its vouchers must have come: a cap below that promises nothing."""
+    window_ms = min(bid.duration_ms, terms.voucher_interval_ms * terms.window_intervals)
+    return cost(Price(bid.price), bid.quantity, window_ms)
 
 
 def _of_standing(auction: Auction, event: BidReceived, now: Millis) -> BidRejected | None:

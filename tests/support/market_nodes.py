@@ -22,7 +22,8 @@ from node.config.settings import TermsSettings
 from node.errors import DeviceBusy, StoreError
 from node.lease.files import LeaseFile, LeaseKeys, LeaseStatus, Role
 from node.market import market as market_module
-from node.market.context import TRADE_PROTOCOL, Context
+from node.market.auctions import ListingAuction
+from node.market.context import TRADE_PROTOCOL, Context, random_bytes
 from node.market.inventory import Inventory
 from node.market.jobspec import JobSpec
 from node.market.leases import Leases, LiveLease
@@ -34,7 +35,18 @@ from protocol.envelope import Sealed, open_untrusted, seal
 from protocol.identity import NodeId
 from protocol.machines.lease import FailReason, LeasePhase
 from protocol.matching import Requirement
-from protocol.records import HostSpec
+from protocol.pricing import clock_price
+from protocol.records import (
+    Ack,
+    Award,
+    Bid,
+    BidAck,
+    Countersignature,
+    Grant,
+    GrantDelivery,
+    HostSpec,
+    Resources,
+)
 from protocol.units import MINUTE_MS, Millis, Price
 
 T = TypeVar("T")
@@ -241,14 +253,10 @@ class MarketNode:
         """Return every lease on record, oldest first."""
         return self.read(lambda tx: list(tx.leases.all(order_by="created_at")))
 
-    async def ask(self, other: "MarketNode", record: Any, *, sealed_by: SeededSigner | None = None) -> Any:
-        """Send one record over the trade protocol, and return the record that answers it."""
-        return (await self.ask_sealed(other, seal(record, sealed_by or self.signer, NETWORK))).record
-
-    async def ask_sealed(self, other: "MarketNode", sealed: Sealed[Any]) -> Sealed[Any]:
-        """As `ask`, for a record that is sealed already."""
-        reply = await self.network.request(other.id, TRADE_PROTOCOL, sealed.data)
-        return open_untrusted(reply, NETWORK)
+    def desk(self, listing: str | None = None) -> ListingAuction:
+        """Return the auction of a listing; the only one by default."""
+        auctions = self.market.seller.auctions
+        return auctions[listing] if listing is not None else next(iter(auctions.values()))
 
     # --- renting --------------------------------------------------------------------------------------------
 
@@ -294,6 +302,85 @@ def a_config(folder: Path, *, stranger_credit: int = 10**9, name: str = "test", 
     )
 
 
+class HandRenter:
+    """A renter without a daemon: the test writes its records by hand. It acknowledges every letter."""
+
+    def __init__(self, hub: MemoryHub, person: int) -> None:
+        self.signer: SeededSigner = signer(person)
+        self.network: MemoryNetwork = hub.join(self.signer.node)
+        self.letters: list[Sealed[Any]] = []
+        self.network.on_request(TRADE_PROTOCOL, self._on_letter)
+
+    async def _on_letter(self, _: NodeId, data: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        letter = open_untrusted(data, NETWORK)
+        self.letters.append(letter)
+        return seal(Ack(of=letter.id), self.signer, NETWORK).data
+
+    def of(self, kind: type[T]) -> list[Sealed[T]]:
+        """Return the letters of a kind so far."""
+        return [letter for letter in self.letters if isinstance(letter.record, kind)]
+
+    async def ask(self, other: MarketNode, record: Any, *, sealed_by: SeededSigner | None = None) -> Any:
+        """Send one record over the trade protocol, and return the record that answers it."""
+        return (await self.send(other, seal(record, sealed_by or self.signer, NETWORK))).record
+
+    async def send(self, other: MarketNode, sealed: Sealed[Any]) -> Sealed[Any]:
+        """As `ask`, for a record that is sealed already."""
+        return open_untrusted(await self.network.request(other.id, TRADE_PROTOCOL, sealed.data), NETWORK)
+
+    def bid(
+        self, provider: MarketNode, *, listing: str | None = None, addressee: bytes | None = None, **fields: Any
+    ) -> Sealed[Bid]:
+        """Sign a bid on a provider's newest offer, at its clock price."""
+        desk = provider.desk(listing)
+        now = provider.clock.now()
+        usual: dict[str, Any] = {
+            "offer_id": desk.auction.recent_offers[0],
+            "listing": desk.auction.listing.name,
+            "provider": addressee or provider.id,
+            "nonce": random_bytes(16),
+            "price": clock_price(desk.auction.curve, now),
+            "quantity": 1,
+            "duration_ms": 10 * MINUTE_MS,
+            "max_spend": 10**8,
+            "job_hash": bytes(32),
+            "resources": Resources(cpus_milli=1000, memory_mib=1024, disk_mib=1024),
+            "isolation": "bubblewrap",
+            "tunnel_key": bytes(32),
+            "voucher_key": bytes(32),
+            "signed_at": now,
+            "expires_at": now + 10_000,
+        }
+        return seal(Bid(**(usual | fields)), self.signer, NETWORK)
+
+    async def win(self, provider: MarketNode, **fields: Any) -> Sealed[Award]:
+        """Bid, and wait for the award."""
+        answer = await self.send(provider, self.bid(provider, **fields))
+        assert isinstance(answer.record, BidAck), answer.record
+        return await until(
+            lambda: next((award for award in self.of(Award) if award.record.bid_id == answer.record.bid_id), None),
+            "an award",
+        )
+
+    def countersignature(self, award: Sealed[Award], **fields: Any) -> Sealed[Countersignature]:
+        """Sign for an award."""
+        usual = {"award_id": award.id, "lease": award.record.lease, "signed_at": EPOCH}
+        return seal(Countersignature(**(usual | fields)), self.signer, NETWORK)
+
+    async def buy(self, provider: MarketNode, **fields: Any) -> Sealed[Award]:
+        """Bid, win, countersign, and wait for the grant."""
+        award = await self.win(provider, **fields)
+        answer = await self.send(provider, self.countersignature(award))
+        assert isinstance(answer.record, Ack), answer.record
+        await until(lambda: award.record.lease in {grant.lease for grant in self.grants()}, "a grant")
+        return award
+
+    def grants(self) -> list[Grant]:
+        """Return the grants delivered so far."""
+        return [open_untrusted(delivery.record.grant, NETWORK).record for delivery in self.of(GrantDelivery)]
+
+
 class Town:
     """Several nodes, and the nursery in which they run."""
 
@@ -319,6 +406,13 @@ class Town:
     async def provider(self, person: int = 1, *, devices: int = 1, **config: Any) -> MarketNode:
         """Run a node that lends `devices` A100s."""
         return await self.start(self.build(person, *(a_device(index) for index in range(devices)), **config))
+
+    def by_hand(self, person: int = 21) -> HandRenter:
+        """Return a renter whose records the test writes, connected to every node."""
+        renter = HandRenter(self.hub, person)
+        for node in self.nodes:
+            self.hub.connect(renter.signer.node, node.id)
+        return renter
 
     async def renter(self, person: int = 11, **config: Any) -> MarketNode:
         """Run a node that lends nothing."""

@@ -111,6 +111,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], RejectReason, str, int | 
         "network mode 'renter' is not among none, internet", None,
     ),
     (
+        "cap", {"listing": a_listing(terms=Terms(window_intervals=2))}, {"max_spend": 20 * 438_888 - 1},
+        RejectReason.TERMS, "the first window before vouchers are due costs $0.008777", None,
+    ),
+    (
         "cpus", {}, {"resources": Resources(cpus_milli=8500, memory_mib=1, disk_mib=1)}, RejectReason.TERMS,
         "8.5 CPUs wanted, 8 offered", None,
     ),
@@ -135,11 +139,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], RejectReason, str, int | 
         {"address_prefix": "198.51.100.0/24"}, RejectReason.DUPLICATE, "one bid at a time", NOW + HOLD_MS,
     ),
     (
-        "credit", {}, {"credit": 10 * PRICE_NOW, "max_spend": 10 * PRICE_NOW + 1}, RejectReason.CREDIT,
+        "credit", {}, {"credit": 10 * PRICE_NOW, "max_spend": 40 * PRICE_NOW}, RejectReason.CREDIT,
         "which buys 10.0s at the price now", None,
     ),
     (
-        "no credit", {}, {"credit": -5, "max_spend": 1}, RejectReason.CREDIT,
+        "no credit", {}, {"credit": -5}, RejectReason.CREDIT,
         "the $0.000000 of credit left with this provider, which buys no time", None,
     ),
     ("paused", {"paused": True}, {}, RejectReason.PAUSED, "the owner has paused lending", None),
