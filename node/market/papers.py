@@ -59,7 +59,14 @@ def make_bid(context: Context, spec: JobSpec, found: Candidate) -> BidPapers:
     sealed = context.seal(bid)
     lease = lease_id(offer.signer, context.node, bid.nonce)
     secret = LeaseSecretRow(lease=lease, tunnel=tunnel_seed, voucher=voucher_seed, expires_at=now + DAY_MS)
-    opened = OpenBid(bid_id=sealed.id, lease=lease, provider=offer.signer, listing=bid.listing, price=bid.price)
+    opened = OpenBid(
+        bid_id=sealed.id,
+        offer_id=offer.id,
+        lease=lease,
+        provider=offer.signer,
+        listing=bid.listing,
+        price=bid.price,
+    )
     return BidPapers(sealed, secret, opened)
 
 

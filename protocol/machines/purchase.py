@@ -30,6 +30,8 @@ REST_MS = 30_000
 STALE_REST_MS = 1_000
 """How long a listing is passed over whose newer offer has not arrived yet."""
 RETRY_MIN_MS = 200
+STOCK_REASONS = (RejectReason.SOLD_OUT, RejectReason.LOST_LOTTERY, RejectReason.PAUSED)
+"""Reasons that a newer offer with devices free does away with: a lease may end long before its term."""
 RESTS_MAX = 64
 """Most listings remembered as resting."""
 NOTE_SIZE_MAX = 200
@@ -66,12 +68,15 @@ class Rest(msgspec.Struct, frozen=True):
     listing: str
     until: Millis
     reason: str
+    offer_id: bytes | None = None
+    """The offer that had nothing left: a newer one of the listing is bid on at once. None: any offer rests."""
 
 
 class OpenBid(msgspec.Struct, frozen=True, kw_only=True):
     """The one bid that is out."""
 
     bid_id: bytes
+    offer_id: bytes
     lease: bytes
     provider: bytes
     listing: str
@@ -249,7 +254,7 @@ def _ranked(purchase: Purchase, event: CandidatesRanked, now: Millis) -> Purchas
     wake_at: list[int] = []
     for candidate in event.candidates:
         rest = resting.get((candidate.provider, candidate.listing))
-        if rest is not None:
+        if rest is not None and rest.offer_id in (None, candidate.offer_id):
             wake_at.append(rest.until)
         elif candidate.price <= purchase.max_price:
             bidding = msgspec.structs.replace(purchase, attempts=purchase.attempts + 1, deadline=None)
@@ -289,7 +294,7 @@ def _bid_failed(purchase: Purchase, event: BidFailed, now: Millis) -> PurchaseSt
     else:
         rest_ms = REST_MS
     why = event.detail if event.reason is None else f"{event.reason.value}: {event.detail}"
-    return _seek_again(purchase, now, rest_ms, why.rstrip(": "))
+    return _seek_again(purchase, now, rest_ms, why.rstrip(": "), until_restocked=event.reason in STOCK_REASONS)
 
 
 def _awarded(purchase: Purchase, event: AwardReceived, now: Millis) -> PurchaseStep:
@@ -338,12 +343,15 @@ def _time_passed(purchase: Purchase, now: Millis) -> PurchaseStep:
             assert_never(purchase.phase)
 
 
-def _seek_again(purchase: Purchase, now: Millis, rest_ms: int, note: str) -> PurchaseStep:
+def _seek_again(
+    purchase: Purchase, now: Millis, rest_ms: int, note: str, *, until_restocked: bool = False
+) -> PurchaseStep:
     bid = purchase.bid
     rests = purchase.rests
     note = note[:NOTE_SIZE_MAX]
     if bid is not None:
-        rest = Rest(bid.provider, bid.listing, Millis(now + rest_ms), note)
+        offer_id = bid.offer_id if until_restocked else None
+        rest = Rest(bid.provider, bid.listing, Millis(now + rest_ms), note, offer_id)
         kept = tuple(other for other in rests if (other.provider, other.listing) != (bid.provider, bid.listing))
         rests = (rest, *kept)[:RESTS_MAX]
     seeking = msgspec.structs.replace(

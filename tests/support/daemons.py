@@ -182,8 +182,8 @@ class TestDaemon:
 
     # --- waiting --------------------------------------------------------------------------------------------
 
-    def wait_for(self, ask: Callable[[], T], what: str = "") -> T:
-        """Ask until the answer is true, and return it; fail the test after a minute."""
+    def wait_for(self, ask: Callable[[], T], what: str = "", job: str = "") -> T:
+        """Ask until the answer is true, and return it; fail the test after a minute, with `job`'s history."""
         limit = time.monotonic() + WAIT_S_MAX
         while True:
             with suppress(DaemonUnreachable):
@@ -191,13 +191,14 @@ class TestDaemon:
                 if answer:
                     return answer
             if time.monotonic() > limit:
-                pytest.fail(f"{self.name}: waited in vain for {what or ask}\n{self.last_words()}")
+                why = self.call(jobs.WHY, jobs.WhyParams(job=job)) if job else ""
+                pytest.fail(f"{self.name}: waited in vain for {what or ask}\n{why}\n{self.last_words()}")
             time.sleep(POLL_S)
 
     def wait_final(self, job: str) -> jobs.JobEntry:
         """Wait until a job is final, and return it."""
         return self.wait_for(
-            lambda: entry if (entry := self.job(job)).state.is_final else None, f"job {job} to end"
+            lambda: entry if (entry := self.job(job)).state.is_final else None, f"job {job} to end", job
         )
 
     def wait_running(self, job: str) -> jobs.JobEntry:
@@ -208,7 +209,7 @@ class TestDaemon:
             assert not entry.state.is_final, entry
             return entry if entry.state is jobs.JobState.RUNNING else None
 
-        return self.wait_for(ask, f"job {job} to run")
+        return self.wait_for(ask, f"job {job} to run", job)
 
     def wait_offers(self, count: int = 1) -> None:
         """Wait until this many offers with something free are known."""

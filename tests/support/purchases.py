@@ -62,6 +62,7 @@ class Basket:
         name = self._bids.to_bytes(8, "big")
         return OpenBid(
             bid_id=hash_bytes(b"bid" + name),
+            offer_id=hash_bytes(b"offer" + name),
             lease=hash_bytes(b"lease" + name)[:16],
             provider=PROVIDERS[provider],
             listing=listing,

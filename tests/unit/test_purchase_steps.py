@@ -1,5 +1,6 @@
 """A purchase step by step: what each answer of a provider leads to, and what is refused."""
 
+import msgspec
 import pytest
 from support.offers import NOW
 from support.purchases import LISTING, Basket, a_candidate
@@ -15,6 +16,7 @@ from protocol.machines.purchase import (
     RESTS_MAX,
     RETRY_MIN_MS,
     STALE_REST_MS,
+    STOCK_REASONS,
     AwardReceived,
     BidAcknowledged,
     BidFailed,
@@ -116,11 +118,21 @@ def test_a_failed_bid_lets_its_listing_rest(
     bid = basket.place()
     assert basket.apply(BidFailed(bid.bid_id, reason, "because", retry_in_ms)) == (Seek(),)
     note = f"{reason.value}: because" if reason else "because"
-    assert basket.purchase.rests == (Rest(bid.provider, LISTING, Millis(NOW + rest_ms), note),)
+    offer_id = bid.offer_id if reason in STOCK_REASONS else None
+    same = msgspec.structs.replace(a_candidate(), offer_id=bid.offer_id)
+    assert basket.purchase.rests == (Rest(bid.provider, LISTING, Millis(NOW + rest_ms), note, offer_id),)
     assert basket.purchase.note == note
-    assert basket.rank(a_candidate()) == ()
+    assert basket.rank(same) == ()
     assert basket.purchase.deadline == NOW + max(RETRY_MIN_MS, rest_ms)
     basket.wait(rest_ms)
+    assert basket.rank(same) == (PlaceBid(same),)
+
+
+def test_a_listing_that_was_sold_out_is_bid_on_again_when_a_newer_offer_has_devices() -> None:
+    basket = Basket()
+    bid = basket.place()
+    basket.apply(BidFailed(bid.bid_id, RejectReason.SOLD_OUT, "", HOUR_MS))
+    assert basket.rank(msgspec.structs.replace(a_candidate(), offer_id=bid.offer_id)) == ()
     assert basket.rank(a_candidate()) == (PlaceBid(a_candidate()),)
 
 
@@ -192,7 +204,9 @@ def test_a_price_at_the_cap_is_bid_and_one_above_never() -> None:
     assert basket.rank(a_candidate(price=101, affordable_at=NOW)) == ()
     assert basket.purchase.deadline == NOW + RETRY_MIN_MS
     assert basket.rank(a_candidate(price=100)) == (PlaceBid(a_candidate(price=100)),)
-    basket.apply(BidSigned(OpenBid(bid_id=AWARD, lease=bytes(16), provider=b"", listing="", price=101)))
+    basket.apply(
+        BidSigned(OpenBid(bid_id=AWARD, offer_id=AWARD, lease=bytes(16), provider=b"", listing="", price=101))
+    )
     assert basket.purchase.phase is Phase.SEEKING
 
 
