@@ -58,7 +58,7 @@ class DraftTree:
         self.manifest = manifest
         self._root = root
         self._beneath = "/".join(part for part in beneath.split("/") if part not in ("", "."))
-        self._name = f".gpunode-{name}.partial"
+        self._name = _draft_name(name)
         self._owner = owner if owner is not None and os.geteuid() == 0 else None
         self._directory = root / self._name
         self._file = -1
@@ -120,11 +120,6 @@ class DraftTree:
             if is_durable:
                 _sync_file_system(placement.path.parent)
         return placement
-
-    def discard(self) -> None:
-        """Remove the draft. Idempotent."""
-        self.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
         """Close the open file; the draft stays for a later try. Idempotent."""
@@ -313,6 +308,16 @@ class DraftTree:
             if entry.kind is EntryKind.DIRECTORY and entry.path in paths:
                 with _walked(place, entry.path) as directory:
                     os.fchmod(directory, entry.mode)
+
+
+def discard_draft(root: Path, beneath: str, name: str) -> None:
+    """Remove what `DraftTree` of the same arguments has left, if anything."""
+    for directory in (root, root / beneath):
+        shutil.rmtree(directory / _draft_name(name), ignore_errors=True)
+
+
+def _draft_name(name: str) -> str:
+    return f".gpunode-{name}.partial"
 
 
 def make_directory(root: Path, path: str, *, owner: int) -> None:

@@ -213,6 +213,7 @@ class RenterKeeper:
                 self._tunnel.post(OutputsCollected(manifests))
             case machine.DeleteKeys():
                 await trio.to_thread.run_sync(delete_keys, self._directory)
+                await trio.to_thread.run_sync(self._files.discard_drafts)
             case machine.Leave():
                 self._leaving.set()
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import trio
 
 from node.errors import StagingError
-from node.jobs.draft import DraftTree
+from node.jobs.draft import DraftTree, discard_draft
 from node.jobs.logs import LogWriter
 from node.jobs.transfer import TreeReceiver, send_tree
 from node.jobs.tree import ScannedTree, scan_tree
@@ -72,8 +72,7 @@ class RenterFiles:
         place = await trio.to_thread.run_sync(wanted.resolve)
 
         def make_draft(manifest: Manifest) -> DraftTree:
-            name = f"{self._lease.hex()[:DRAFT_NAME_SIZE]}-{index}"
-            return DraftTree(place.parent, place.name, manifest, name)
+            return DraftTree(place.parent, place.name, manifest, self._draft_name(index))
 
         receiver = self._receivers.get(index)
         if receiver is None:
@@ -84,6 +83,15 @@ class RenterFiles:
         if placement.in_the_way:
             return f"{placement.in_the_way}: {told.path} is in {placement.path}"
         return ""
+
+    def discard_drafts(self) -> None:
+        """Remove what was fetched in part: nobody will fetch the rest any more. Blocks on the disk."""
+        for index, output in enumerate(self._side.outputs):
+            place = Path(output).resolve()
+            discard_draft(place.parent, place.name, self._draft_name(index))
+
+    def _draft_name(self, index: int) -> str:
+        return f"{self._lease.hex()[:DRAFT_NAME_SIZE]}-{index}"
 
     async def append_log(self, data: LogData) -> None:
         """Write some of the job's output. Raises IllegalTransition when it does not come after the last."""

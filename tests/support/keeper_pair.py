@@ -205,6 +205,10 @@ class Pair:
         self._keys = [LeaseKey.new() for _ in range(3)]
         provider_key, renter_key, voucher_key = self._keys
         self.lease = provider_file.lease
+        assert renter_file.renter_side is not None
+        self.job = renter_file.renter_side.job
+        self.provider_key, self.provider_seed = provider_key.public_key, provider_key.reveal_seed()
+        self.renter_key, self.renter_seed = renter_key.public_key, renter_key.reveal_seed()
         self._renter_file = msgspec.structs.replace(
             renter_file, peer_tunnel_key=provider_key.public_key, voucher_key=voucher_key.public_key
         )

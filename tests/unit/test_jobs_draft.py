@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from node.errors import StagingError
+from node.jobs.draft import DraftTree, discard_draft, make_directory
+from node.jobs.tree import scan_tree
+
+
+def test_incomplete_tree_is_not_placed_and_its_draft_can_be_discarded(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_text("a")
+    (source / "b").write_text("b")
+    (tmp_path / "place").mkdir()
+    draft = DraftTree(tmp_path, "place", scan_tree(source).manifest, "t")
+    draft.open()
+    draft.store(0, b"a")
+    with pytest.raises(StagingError, match="1 chunks are missing"):
+        draft.place(is_durable=False)
+    draft.close()
+    assert [path.name for path in (tmp_path / "place").iterdir()] == [".gpunode-t.partial"]
+    discard_draft(tmp_path, "place", "t")
+    discard_draft(tmp_path, "place", "t")
+    assert list((tmp_path / "place").iterdir()) == []
+
+
+def test_something_else_under_the_drafts_name_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / ".gpunode-t.partial").write_text("mine")
+    draft = DraftTree(tmp_path, "place", scan_tree(tmp_path / "file").manifest, "t")
+    with pytest.raises(StagingError, match="in the way"):
+        draft.open()
+    assert (tmp_path / ".gpunode-t.partial").read_text() == "mine"
+
+
+def test_file_does_not_take_the_roots_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "root").mkdir()
+    draft = DraftTree(tmp_path / "root", ".", scan_tree(tmp_path / "file").manifest, "t")
+    draft.open()
+    draft.store(0, b"x")
+    with pytest.raises(StagingError, match="can't take its place"):
+        draft.place(is_durable=False)
+
+
+def test_directories_are_made_but_not_through_links(tmp_path: Path) -> None:
+    make_directory(tmp_path, "a/./b/c", owner=0)
+    make_directory(tmp_path, "", owner=0)
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    (tmp_path / "link").symlink_to("/tmp")
+    with pytest.raises(StagingError):
+        make_directory(tmp_path, "link/x", owner=0)
