@@ -22,6 +22,7 @@ T = TypeVar("T")
 GPUNODE = str(Path(sys.executable).with_name("gpunode"))
 WAIT_S_MAX = 30.0
 STOP_S_MAX = 20.0
+COMMAND_S_MAX = 180.0
 BASE_SIZE_MAX = 60
 """Sockets lie below the temporary folder, and their paths end at 107 bytes."""
 NOT_INHERITED = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
@@ -88,9 +89,15 @@ class Daemon:
         return answer if isinstance(answer, dict) else None
 
     def show(self, *arguments: str, cwd: Path | None = None) -> int:
-        """Run a command as a person would, and return its exit status."""
+        """Run a command as a person would, and return its exit status. Raises Failed when it takes too long."""
         print(f"$ gpunode {' '.join(arguments)}", flush=True)
-        return subprocess.run([GPUNODE, *arguments], env=self.environment, cwd=cwd, check=False).returncode
+        try:
+            done = subprocess.run(
+                [GPUNODE, *arguments], env=self.environment, cwd=cwd, check=False, timeout=COMMAND_S_MAX
+            )
+        except subprocess.TimeoutExpired:
+            raise Failed(f"gpunode {arguments[0]} did not end within {COMMAND_S_MAX:g} s") from None
+        return done.returncode
 
     def wait_for(self, what: str, ask: Callable[[], T | None]) -> T:
         """Ask until there is an answer. Raises Failed when the daemon has ended, or takes too long."""
