@@ -78,12 +78,17 @@ class BubblewrapSandbox:
 
     async def probe(self) -> Probe:
         """Run a job that tries what a job must not be able to do. Never raises for a tier that does not work."""
-        uid = self._probe_uid if os.geteuid() == 0 else os.geteuid()
+        as_root = os.geteuid() == 0
         try:
-            limited = "control group" if self._find_hierarchy() else "polled limits only: no control group"
+            hierarchy = self._find_hierarchy()
         except TierUnavailable as error:
             return Probe(TIER, False, str(error), error.hint)
-        return await probing.probe(self, uid=uid, limited=limited)
+        whose = "every job has a uid of its own" if as_root else "jobs run under this user's own uid"
+        limited = (
+            f"cgroup v{hierarchy.version} limits them" if hierarchy else "polled limits only: no control group"
+        )
+        uid = self._probe_uid if as_root else os.geteuid()
+        return await probing.probe(self, uid=uid, terms=f"{whose}; {limited}")
 
     async def start(self, spec: SandboxSpec) -> Job:
         """Start a job. Raises SandboxError; nothing is left behind when it does."""
@@ -159,6 +164,7 @@ class _Starting:
         spec = self._spec
         directory = checks.open_directory(spec)
         self._passed.append(directory)
+        checks.give_pipes(spec)
         status_read, status_write = os.pipe()
         diagnostics_read, diagnostics_write = os.pipe()
         self._kept += [status_read, diagnostics_read]

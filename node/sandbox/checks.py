@@ -5,6 +5,7 @@ Refuses by raising SandboxError: a mistake here is the local caller's, never a p
 
 import os
 import re
+import stat
 
 from node.errors import SandboxError
 from node.ports import SandboxSpec
@@ -49,6 +50,16 @@ def open_directory(spec: SandboxSpec) -> int:
         os.close(fd)
         raise SandboxError(f"the job's directory {spec.root} does not belong to uid {spec.uid}")
     return fd
+
+
+def give_pipes(spec: SandboxSpec) -> None:
+    """Let the job open its own output anew, as `echo >/dev/stderr` does; the pipe is its keeper's otherwise.
+
+    Only pipes are given away: they are nothing but this job's output, while a file may be more.
+    """
+    for fd in (spec.stdout, spec.stderr):
+        if os.geteuid() == 0 and stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.fchown(fd, spec.uid, -1)
 
 
 def resource_limits(spec: SandboxSpec) -> list[str]:

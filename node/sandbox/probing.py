@@ -40,8 +40,8 @@ say done
 """
 PROVES = (
     "a job ran here; it saw no /etc/shadow, /home, /root, /srv or /mnt, no process and no network of the host, "
-    "could write neither to /usr nor to /etc, and had a uid of its own, no capability, no new user namespace and "
-    "a seccomp filter; {limited}. It shares the host's kernel"
+    "could write neither to /usr nor to /etc, and had no capability, no new user namespace and a seccomp filter; "
+    "{terms}. It shares the host's kernel"
 )
 
 
@@ -90,18 +90,23 @@ async def run(sandbox: Starter, uid: int, script: str) -> tuple[int, str]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-async def probe(sandbox: Starter, *, uid: int, limited: str) -> Probe:
-    """Run SCRIPT in `sandbox` as `uid`; the tier works when it finds nothing to complain of."""
+async def probe(sandbox: Starter, *, uid: int, terms: str) -> Probe:
+    """Run SCRIPT in `sandbox` as `uid`; the tier works when it finds nothing to complain of.
+
+    `terms` says what the script cannot see: whose uid it is outside, and how it is limited.
+    """
     try:
         status, output = await run(sandbox, uid, SCRIPT)
     except SandboxError as error:
         return Probe(sandbox.tier, False, str(error), error.hint)
+    except OSError as error:
+        return Probe(sandbox.tier, False, f"the probe could not be prepared: {error}")
     found = output.split("\n")
     if status != 0 or found[-2:] != ["done", ""]:
         return Probe(sandbox.tier, False, f"the probe ended with {status}: {output.strip()[:400]}", hint(output))
     if complaints := found[:-2]:
         return Probe(sandbox.tier, False, f"a job is not confined: {'; '.join(complaints)[:400]}", hint(output))
-    return Probe(sandbox.tier, True, PROVES.format(limited=limited))
+    return Probe(sandbox.tier, True, PROVES.format(terms=terms))
 
 
 def hint(complaint: str, root: Path = Path("/")) -> str:

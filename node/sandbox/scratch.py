@@ -45,8 +45,9 @@ MOUNT_OPTIONS = "loop,nosuid,nodev,noatime,discard,noinit_itable"
 class LoopScratch:
     """An ext4 file system in a file. Implements `node.ports.Scratch`."""
 
-    def __init__(self, lease_dir: Path) -> None:
+    def __init__(self, lease_dir: Path, size_mib: int) -> None:
         self._lease_dir = lease_dir
+        self._size_mib = size_mib
 
     @property
     def path(self) -> Path:
@@ -54,9 +55,13 @@ class LoopScratch:
         return self._lease_dir / MOUNT / JOB
 
     def used_mib(self) -> int:
-        """Return how much of it is used, rounded up. Quick."""
+        """Return how much of it is used, rounded up. Quick.
+
+        Never more than was lent: the little that fits on top is room for ext4's tables, and whoever fills
+        the last of it has done nothing wrong.
+        """
         state = os.statvfs(self._lease_dir / MOUNT)
-        return -(-(state.f_blocks - state.f_bfree) * state.f_frsize // MIB)
+        return min(self._size_mib, -(-(state.f_blocks - state.f_bfree) * state.f_frsize // MIB))
 
     async def erase(self) -> None:
         """Unmount, free the loop device and delete the file. Idempotent. Raises SandboxError while in use."""
@@ -122,7 +127,7 @@ async def open_scratch(lease_dir: Path, size_mib: int, uid: int) -> AsyncIterato
             log.warning("sandbox.scratch_polled", lease_dir=str(lease_dir), reason=str(error))
             await sweep_scratch(lease_dir)
         else:
-            yield LoopScratch(lease_dir)
+            yield LoopScratch(lease_dir, size_mib)
             return
     lease_dir.joinpath(MOUNT).mkdir(mode=0o711, exist_ok=True)
     _give(lease_dir / MOUNT / JOB, uid)

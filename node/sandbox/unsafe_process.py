@@ -19,7 +19,7 @@ from node.ports import Probe, SandboxSpec
 from node.sandbox import checks, command, control_group, launch, probing, view
 from node.sandbox.hierarchy import Hierarchy, find_hierarchy
 from node.sandbox.process_tree import Sessions
-from node.sandbox.running import Group, Job, empty
+from node.sandbox.running import Enter, Group, Job, empty
 
 TIER = "unsafe-process"
 
@@ -47,6 +47,8 @@ class UnsafeProcessSandbox:
             status, output = await probing.run(self, uid, ": > probe && echo done")
         except SandboxError as error:
             return Probe(TIER, False, str(error), error.hint)
+        except OSError as error:
+            return Probe(TIER, False, f"the probe could not be prepared: {error}")
         if (status, output) != (0, "done\n"):
             return Probe(TIER, False, f"the probe ended with {status}: {output.strip()[:400]}")
         return Probe(TIER, True, "a process ran here; nothing keeps it from this machine's files and network")
@@ -56,43 +58,18 @@ class UnsafeProcessSandbox:
         checks.check(spec)
         directory = _relative(spec.workdir)
         hierarchy = self._find_hierarchy()
-        group: Group
-        if hierarchy:
-            group, limits = control_group.create(hierarchy, spec.name, spec.limits), launch.limits()
-        else:
-            group, limits = Sessions(spec.limits), launch.limits(*checks.resource_limits(spec))
         home = checks.open_directory(spec)
-        variables = {
-            "PATH": launch.PATH,
-            "HOME": str(spec.root),
-            "LANG": "C.UTF-8",
-            **spec.variables,
-            **view.device_variables(spec),
-        }
-
-        async def enter(argv: tuple[str, ...], stdin: int, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-            process = await command.start(
-                argv,
-                prefix=limits,
-                uid=spec.uid,
-                variables=variables,
-                directory=directory,
-                entries=group.entries,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=f"/proc/self/fd/{home}",
-            )
-            if isinstance(group, Sessions):
-                group.add(process.pid)
-            return process
-
+        group: Group | None = None
         nothing = os.open("/dev/null", os.O_RDONLY)
         try:
+            checks.give_pipes(spec)
+            group = control_group.create(hierarchy, spec.name, spec.limits) if hierarchy else Sessions(spec.limits)
+            enter = _entrance(spec, group, directory, home)
             first = await enter(spec.argv, nothing, spec.stdout, spec.stderr)
         except BaseException:
-            with trio.CancelScope(shield=True):
-                await empty(group, spec.name)
+            if group is not None:
+                with trio.CancelScope(shield=True):
+                    await empty(group, spec.name)
             os.close(home)
             raise
         finally:
@@ -116,6 +93,37 @@ class UnsafeProcessSandbox:
             except TierUnavailable:
                 self._polled = True
         return self._hierarchy
+
+
+def _entrance(spec: SandboxSpec, group: Group, directory: str, home: int) -> Enter:
+    """Return what starts commands in the job's group, in `directory` below the open directory `home`."""
+    limits = launch.limits(*(checks.resource_limits(spec) if group.polled else []))
+    variables = {
+        "PATH": launch.PATH,
+        "HOME": str(spec.root),
+        "LANG": "C.UTF-8",
+        **spec.variables,
+        **view.device_variables(spec),
+    }
+
+    async def enter(argv: tuple[str, ...], stdin: int, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+        process = await command.start(
+            argv,
+            prefix=limits,
+            uid=spec.uid,
+            variables=variables,
+            directory=directory,
+            entries=group.entries,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=f"/proc/self/fd/{home}",
+        )
+        if isinstance(group, Sessions):
+            group.add(process.pid)
+        return process
+
+    return enter
 
 
 def _relative(workdir: str) -> str:

@@ -44,6 +44,10 @@ async def test_stdout_and_stderr_are_kept_apart_and_stdin_is_empty(bench: Bench)
     errors.close()
 
 
+async def test_a_job_may_open_its_output_by_name(bench: Bench) -> None:
+    assert (await bench.run("sh", "-c", "echo a > /dev/stdout; echo b > /dev/stderr"))[1] == "a\nb\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 async def test_a_signal_reads_as_128_and_its_number(bench: Bench, number: signal.Signals) -> None:
     end, _ = await bench.run("sh", "-c", f"kill -{int(number)} $$")

@@ -90,6 +90,8 @@ async def test_a_memory_hog_is_ended(bench: Bench) -> None:
 async def test_start_failures_leave_nothing(bench: Bench) -> None:
     with pytest.raises(SandboxError, match="could not be started"):
         await bench.start("true", workdir="/job/missing")
+    with pytest.raises(SandboxError, match="cannot be opened"):
+        await bench.start("true", root=Path("/nonexistent"))
     with pytest.raises(SandboxError, match="not below"):
         await bench.start("true", workdir="/etc")
 

@@ -96,7 +96,7 @@ async def test_polled_limits_are_there_for_those_who_choose_them() -> None:
     found = await run("polled")
     works, proves, _ = found.pop("probe")  # type: ignore[misc]
     assert works, proves
-    assert "polled limits only" in proves
+    assert "this user's own uid; polled limits only" in proves
     reason, refused = found.pop("hog")  # type: ignore[misc]
     assert reason == "out_of_memory" or refused
     assert found == EXPECTED
@@ -125,7 +125,7 @@ async def test_delegated_groups_are_enough(delegated: list[Path]) -> None:
     found = await run("strict", "/bin/sh", "-c", join, "join", *map(str, delegated), "--")
     works, proves, _ = found.pop("probe")  # type: ignore[misc]
     assert works, proves
-    assert "control group" in proves
+    assert "cgroup v1 limits them" in proves
     assert found.pop("hog") == ["out_of_memory", False]
     assert found == EXPECTED
     await until(lambda: all(not (directory / "cgroup.procs").read_text() for directory in delegated))

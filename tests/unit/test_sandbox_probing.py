@@ -37,7 +37,7 @@ class FakeTier:
 
 
 async def probe(tier: FakeTier) -> Probe:
-    return await probing.probe(tier, uid=os.geteuid(), limited="limits")  # type: ignore[arg-type]
+    return await probing.probe(tier, uid=os.geteuid(), terms="limits")  # type: ignore[arg-type]
 
 
 async def test_a_job_without_complaints_proves_the_tier() -> None:
