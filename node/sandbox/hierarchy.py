@@ -9,6 +9,7 @@ cgroup-v1/cgroups.rst; proc(5) for /proc/self/mountinfo.
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ CONTROLLERS = ("cpu", "memory", "pids")
 CONTROLLERS_V1 = ("cpu", "freezer", "memory", "pids")
 """The same on v1, where freezing is a controller of its own."""
 OPTIONAL_V1 = ("cpuacct",)
+_OCTAL = re.compile(r"\\([0-7]{3})")
 LEAF = "gpunode-keeper"
 """The child group that our own processes move to on v2, since a group with processes has no limited children."""
 HINT_DELEGATE = (
@@ -56,7 +58,7 @@ def parse_mounts(mountinfo: str) -> tuple[Mount, ...]:
         left, separator, right = line.partition(" - ")
         fields, tail = left.split(), right.split()
         if separator and len(fields) >= 5 and len(tail) >= 3:
-            root, point = (field.encode().decode("unicode_escape") for field in fields[3:5])
+            root, point = (_OCTAL.sub(lambda found: chr(int(found[1], 8)), field) for field in fields[3:5])
             mounts.append(Mount(root, point, tail[0], tuple(tail[2].split(","))))
     return tuple(mounts)
 

@@ -28,11 +28,11 @@ def make(root: Path, path: str, **files: str) -> Path:
 def test_mount_lines_are_parsed_and_odd_ones_skipped() -> None:
     text = (
         V2
-        + "nonsense\n1 2 3 - x\n50 1 8:1 /a\\040b /mnt/c\\040d rw shared:1 master:2 - nfs4 host:/x rw,vers=4.2\n"
+        + "nonsense\n1 2 3 - x\n50 1 8:1 /a\\040b /mnt/é\\040d rw shared:1 master:2 - nfs4 host:/x rw,vers=4.2\n"
     )
     assert parse_mounts(text) == (
         Mount("/", "/sys/fs/cgroup", "cgroup2", ("rw", "nsdelegate")),
-        Mount("/a b", "/mnt/c d", "nfs4", ("rw", "vers=4.2")),
+        Mount("/a b", "/mnt/é d", "nfs4", ("rw", "vers=4.2")),
     )
 
 
