@@ -30,7 +30,7 @@ from protocol.envelope import Sealed, open_as_untrusted
 from protocol.machines import purchase as machine
 from protocol.machines.purchase import Phase, Purchase
 from protocol.matching import Candidate, match
-from protocol.records import Award, Bid, BidAck, BidRejected, Countersignature, Offer, Refusal
+from protocol.records import Award, Bid, BidAck, BidRejected, Countersignature, Offer, Refusal, RejectReason
 from protocol.units import format_duration, format_price
 
 log = get_logger(__name__)
@@ -90,6 +90,15 @@ class Buyer:
         taken = {job.row.name for job in self._jobs.by_id.values() if job.row.uid == uid}
         if name in taken:
             raise BadArgument(f"you have an unfinished job named {name!r}", hint="choose another name")
+        try:
+            encoded = codec.encode(spec)
+        except ValueError as error:
+            raise BadArgument(f"the job's description is too large: {error}") from None
+        if len(encoded) > SPEC_SIZE_MAX:
+            raise BadArgument(
+                f"the job's description is too large: {len(encoded)} bytes, at most {SPEC_SIZE_MAX}",
+                hint="put long arguments into an input file",
+            )
         purchase = Purchase(max_price=spec.max_price)
         row = JobRow(
             id=random_bytes(5).hex(),
@@ -97,7 +106,7 @@ class Buyer:
             uid=uid,
             gid=gid,
             state=BUYING,
-            spec=codec.encode(spec),
+            spec=encoded,
             purchase=codec.encode(purchase),
             created_at=self._context.clock.now(),
         )
@@ -255,6 +264,9 @@ class Buyer:
         )
         event = machine.BidFailed(rejected.bid_id, rejected.reason, detail, retry_in_ms)
         await self._step(job, event)
+        if rejected.reason is RejectReason.STALE_OFFER and self._nursery is not None:
+            # We have missed its newer offer: gossip promises nothing.
+            self._nursery.start_soon(self._book.fetch_page, sealed.signer)
 
     async def on_award(self, sealed: Sealed[Award]) -> Refusal | None:
         """Take an award: countersign it, or say why not. None: taken."""

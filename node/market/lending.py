@@ -22,7 +22,7 @@ from node.market.context import Context
 from node.market.inventory import Inventory
 from node.market.leases import LIVE_STATES, Leases, LeaseState, LiveLease
 from node.market.outbox import Answer, Outbox, Undelivered
-from node.market.settling import NOT_YET, entry_of, receipt_of, unpaid_entry_of
+from node.market.settling import NOT_YET, entry_of, receipt_of, status_on_record, unpaid_entry_of
 from node.ports import TaskStatus
 from node.store import LeaseRow, LeaseSecretRow, OutboxRow, RecordRow, Transaction
 from protocol.envelope import open_as_untrusted
@@ -244,7 +244,7 @@ class Lender:
 
     async def _sign_receipt(self, live: LiveLease) -> None:
         row, context = live.row, self._context
-        receipt = context.seal(receipt_of(context, row, live.status))
+        receipt = context.seal(receipt_of(context, row, live.status or status_on_record(row)))
         changes: dict[str, Any] = {
             "receipt_id": receipt.id,
             "state": LeaseState.OVER,

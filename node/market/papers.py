@@ -13,6 +13,7 @@ from node.market.leases import LeaseState
 from node.store import JobRow, LeaseRow, LeaseSecretRow, Transaction
 from protocol.envelope import Sealed, open_as_untrusted
 from protocol.identity import lease_id
+from protocol.machines.admission import SKEW_MAX_MS
 from protocol.machines.purchase import OpenBid
 from protocol.matching import Candidate
 from protocol.records import Award, Bid, Grant, GrantDelivery, Offer
@@ -80,6 +81,8 @@ def objection_to_award(
         return "the award is for another number of devices"
     if award.lease != lease_id(bid.provider, context.node, bid.nonce):
         return "the award is for another lease"
+    if award.until < bid.signed_at + bid.duration_ms - SKEW_MAX_MS:
+        return "the lease would end before its time"
     if award.simulated and not allow_simulated:
         return "the devices are simulated"
     if award.simulated != offer.simulated:
@@ -126,6 +129,8 @@ def objection_to_grant(
         return "it names another countersignature"
     if b"".join(entry.key for entry in grant.record.entries) != row.devices:
         return "it is for other devices"
+    if grant.record.until != row.until:
+        return "it ends at another time than the award"
     if grant.record.simulated != row.simulated:
         return "it differs from the award on whether the devices are simulated"
     return ""

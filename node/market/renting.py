@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import trio
 
-from node.errors import NodeError
+from node.errors import NodeError, StoreError
 from node.lease.files import LeaseKeys
 from node.log import get_logger
 from node.market.buying import Buyer
@@ -17,9 +17,9 @@ from node.market.context import Context
 from node.market.leases import LIVE_STATES, Leases, LeaseState, LiveLease
 from node.market.live_job import ENDED, LEASED, LiveJob, LiveJobs
 from node.market.papers import objection_to_grant, renter_keeper_papers
-from node.market.settling import NOT_YET, entry_of, objection_to
+from node.market.settling import NOT_YET, entry_of, objection_to, status_on_record
 from node.ports import TaskStatus
-from node.store import Transaction
+from node.store import LeaseRow, Transaction
 from protocol.envelope import Sealed, open_as_untrusted
 from protocol.machines.lease import COMPLETED, OVER_PHASES, FailReason
 from protocol.machines.purchase import Phase
@@ -27,6 +27,9 @@ from protocol.records import Grant, GrantDelivery, Receipt, ReceiptAcceptance, R
 
 log = get_logger(__name__)
 
+AGAIN_S = 1.0
+CANCELLED_EARLY = "cancelled before a lease began"
+DIRECTORY_GONE = "the lease's directory is gone"
 RECEIPT_WAIT_S = 10.0
 """How long a finished job waits for its receipt before it is called ended without one."""
 LAST_WORD_WAIT_S = 3.0
@@ -50,17 +53,29 @@ class Renter:
             self._nursery = nursery
             rows = await self._context.store.transaction(lambda tx: list(tx.leases.where("role = 'renter'")))
             for row in rows:
-                job = self._jobs.by_id.get(row.job_id)
-                if row.state not in LIVE_STATES and not (row.state == LeaseState.SETTLED and job is not None):
-                    continue
-                if await trio.Path(self._context.lease_directory(row.lease)).exists():
-                    live = self._leases.adopt(row)
-                    if job is not None:
-                        job.lease = live
-                elif job is not None and job.purchase.phase is Phase.GRANTED:
-                    await self._start_lease(job, row.lease)
+                await self._resume(row)
+            for job in list(self._jobs.by_id.values()):
+                if job.purchase.phase is Phase.CANCELLED:
+                    await self._end_surely(job, FailReason.CANCELLED.value, CANCELLED_EARLY)
             task_status.started()
             await trio.sleep_forever()
+
+    async def _resume(self, row: LeaseRow) -> None:
+        """Go on with a lease of an earlier run. One whose grant never came is no lease of its job any more."""
+        job = self._jobs.by_id.get(row.job_id)
+        bid = job.purchase.bid if job is not None and job.purchase.phase is Phase.GRANTED else None
+        if bid is None or bid.lease != row.lease:
+            job = None
+        if row.state not in LIVE_STATES and not (row.state == LeaseState.SETTLED and job is not None):
+            return
+        if await trio.Path(self._context.lease_directory(row.lease)).exists():
+            live = self._leases.adopt(row)
+            if job is not None:
+                job.lease = live
+        elif job is not None and row.state == LeaseState.GRANTED:
+            await self._start_lease(job, row.lease)
+        elif job is not None:
+            await self._end_surely(job, row.outcome or FailReason.PROVIDER_AWAY.value, DIRECTORY_GONE)
 
     async def on_grant(self, sealed: Sealed[GrantDelivery]) -> Refusal | None:
         """Take a grant: check it against the award, and start the lease's keeper. None: taken."""
@@ -103,18 +118,33 @@ class Renter:
             job.lease = await self._leases.begin(row, lease_file, keys)
         except NodeError as error:
             log.error("renting.lease_not_started", job=job.row.id, problem=str(error))
-            await self._end(job, FailReason.STAGING_FAILED.value, f"the lease could not be started here: {error}")
+            problem = f"the lease could not be started here: {error}"
+            await self._end_surely(job, FailReason.STAGING_FAILED.value, problem)
             return
-        await context.store.transaction(lambda tx: tx.lease_secrets.delete("lease = ?", lease))
         job.note_change()
+        try:
+            await context.store.transaction(lambda tx: tx.lease_secrets.delete("lease = ?", lease))
+        except StoreError as error:
+            log.error("renting.secrets_kept", lease=lease.hex(), problem=str(error))  # until they expire
 
     async def cancel(self, job: LiveJob) -> None:
         """End a job: its lease's job when there is one, else its purchase."""
-        if job.lease is not None:
-            await self._leases.cancel(job.lease.row.lease, FailReason.CANCELLED)
-            return
-        await self._buyer.cancel(job)
-        await self._end(job, FailReason.CANCELLED.value, "cancelled before a lease began")
+        lease = job.lease
+        if lease is None:
+            await self._buyer.cancel(job)
+            if job.purchase.phase is not Phase.GRANTED:
+                await self._end(job, FailReason.CANCELLED.value, CANCELLED_EARLY)
+                return
+            # Its keeper is being started: a job that was called ended now would run all the same.
+            lease = await self._started(job)
+        if lease is not None:
+            await self._leases.cancel(lease.row.lease, FailReason.CANCELLED)
+
+    async def _started(self, job: LiveJob) -> LiveLease | None:
+        """Wait until a granted job has its lease; None: it could not be started, and the job has ended."""
+        while job.lease is None and job.row.state != ENDED:
+            await job.changed()
+        return job.lease
 
     async def observe(self, live: LiveLease) -> None:
         """Take note of a renter keeper's status. Idempotent."""
@@ -140,7 +170,7 @@ class Renter:
                 await job.changed()
         status = live.status
         outcome = (status.outcome or COMPLETED) if status is not None else FailReason.PROVIDER_AWAY.value
-        await self._end(job, outcome, status.detail if status is not None else "the lease's directory is gone")
+        await self._end_surely(job, outcome, status.detail if status is not None else DIRECTORY_GONE)
         self._ending.discard(job.row.id)
 
     async def on_receipt(self, sealed: Sealed[Receipt]) -> ReceiptAcceptance | Refusal:
@@ -161,6 +191,7 @@ class Renter:
         if row.state not in (LeaseState.OVER, LeaseState.SETTLED):
             return Refusal(of=sealed.id, reason=NOT_YET, detail="our keeper has not said its last word")
         status = live.status if live is not None else None
+        status = status or status_on_record(row)
         problem = objection_to(receipt, row, status, context.node)
         if row.receipt_id is not None:
             problem = "there was another receipt of this lease"
@@ -184,6 +215,15 @@ class Renter:
         self._leases.noted(lease, **changes)
         if live is not None:
             await self.observe(live)
+
+    async def _end_surely(self, job: LiveJob, outcome: str, detail: str) -> None:
+        """As `_end`, for tasks that nobody asked for: wait until our disk takes it."""
+        while True:
+            try:
+                return await self._end(job, outcome, detail)
+            except StoreError as error:
+                log.error("renting.end_not_written", job=job.row.id, problem=str(error))
+                await trio.sleep(AGAIN_S)
 
     async def _end(self, job: LiveJob, outcome: str, detail: str) -> None:
         changes: dict[str, Any] = {

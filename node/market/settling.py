@@ -7,10 +7,12 @@ were made outside.
 """
 
 from node.errors import LedgerError
-from node.lease.files import LeaseStatus
+from node.lease.files import STATUS_FILE_MAX, LeaseStatus
 from node.market.context import Context
 from node.store import EntryRow, LeaseRow, Transaction
+from protocol import codec
 from protocol.envelope import Sealed
+from protocol.errors import MalformedRecord
 from protocol.identity import hash_bytes
 from protocol.records import Receipt
 from protocol.units import Price, cost, format_amount
@@ -24,6 +26,16 @@ RECEIPT_KIND = "receipt"
 SETTLEMENT_KIND = "settlement"
 UNPAID_KIND = "unpaid"
 """What a lease used beyond its vouchers: not owed, but it uses up credit until its renter has paid as much."""
+
+
+def status_on_record(row: LeaseRow) -> LeaseStatus | None:
+    """Return the last status that the lease's keeper was heard to say, when its directory is gone."""
+    if not row.status:
+        return None
+    try:
+        return codec.decode_untrusted(row.status, LeaseStatus, STATUS_FILE_MAX)
+    except MalformedRecord:
+        return None  # written by another version
 
 
 def receipt_of(context: Context, row: LeaseRow, status: LeaseStatus | None) -> Receipt:

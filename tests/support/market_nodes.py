@@ -15,6 +15,7 @@ import msgspec
 import trio
 import trio.testing
 from support.memory_network import Faults, MemoryHub, MemoryNetwork, open_hub
+from support.offers import a_curve, an_offer
 from support.signers import NETWORK, SeededSigner, signer
 
 from node.config import Config, LedgerSettings, LendSettings, NetworkSettings
@@ -22,7 +23,7 @@ from node.config.settings import TermsSettings
 from node.errors import DeviceBusy, StoreError
 from node.lease.files import LeaseFile, LeaseKeys, LeaseStatus, Role
 from node.market import market as market_module
-from node.market.auctions import ListingAuction
+from node.market.auctions import OFFERS_TOPIC, ListingAuction
 from node.market.context import TRADE_PROTOCOL, Context, random_bytes
 from node.market.inventory import Inventory
 from node.market.jobspec import JobSpec
@@ -32,7 +33,7 @@ from node.market.market import Market
 from node.ports import Device, DeviceHealth
 from node.store import LeaseRow, Store, Transaction
 from protocol.envelope import Sealed, open_untrusted, seal
-from protocol.identity import NodeId
+from protocol.identity import NodeId, lease_id
 from protocol.machines.lease import FailReason, LeasePhase
 from protocol.matching import Requirement
 from protocol.pricing import clock_price
@@ -41,12 +42,16 @@ from protocol.records import (
     Award,
     Bid,
     BidAck,
+    ChainEntry,
+    ChainHead,
     Countersignature,
     Grant,
     GrantDelivery,
     HostSpec,
+    Offer,
     Resources,
 )
+from protocol.records.lease import GENESIS, CommittedTerms, grant_commitment
 from protocol.units import MINUTE_MS, Millis, Price
 
 T = TypeVar("T")
@@ -140,6 +145,19 @@ def a_device(index: int = 0, **fields: Any) -> Device:
     return Device(**(usual | fields))
 
 
+class NoKeepers:
+    """A `KeeperHost` that never has anything to start: leases are `FakeLeases`."""
+
+    def socket_path(self, lease: bytes) -> Path:
+        raise AssertionError(f"no keeper of {lease.hex()} is ever connected to")
+
+    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
+        raise AssertionError(f"no keeper is started for {directory}")
+
+    def expect(self, linger_s: float) -> None:
+        """Prepare nothing."""
+
+
 class FakeLeases(Leases):
     """Leases without keepers: they say what the test says."""
 
@@ -207,7 +225,7 @@ class MarketNode:
             network_id=NETWORK,
             network_name=self.config.network.name,
             clock=self.clock,
-            keepers=mock.sentinel.keepers,
+            keepers=NoKeepers(),
             lease_root=self.folder / "leases",
         )
         host = HostSpec(cpus_milli=8000, memory_mib=65_536, disk_mib=200_000)
@@ -381,6 +399,102 @@ class HandRenter:
         return [open_untrusted(delivery.record.grant, NETWORK).record for delivery in self.of(GrantDelivery)]
 
 
+class HandProvider:
+    """A provider without a daemon: the test writes its records by hand. It acknowledges every letter."""
+
+    def __init__(self, hub: MemoryHub, person: int) -> None:
+        self.signer: SeededSigner = signer(person)
+        self.network: MemoryNetwork = hub.join(self.signer.node)
+        self.letters: list[Sealed[Any]] = []
+        self.answers: dict[type[Any], Callable[[Sealed[Any]], Any]] = {}
+        """Kind of letter -> what answers it, instead of an acknowledgement."""
+        self.network.on_request(TRADE_PROTOCOL, self._on_letter)
+        self.clock = VirtualClock()
+        self._sequence = 0
+
+    async def _on_letter(self, _: NodeId, data: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        letter = open_untrusted(data, NETWORK)
+        self.letters.append(letter)
+        answer = self.answers.get(type(letter.record), _usual_answer)(letter)
+        return seal(answer, self.signer, NETWORK).data
+
+    def of(self, kind: type[T]) -> list[Sealed[T]]:
+        """Return the letters of a kind so far."""
+        return [letter for letter in self.letters if isinstance(letter.record, kind)]
+
+    async def publish(self, **fields: Any) -> Sealed[Offer]:
+        """Gossip an offer of four free A100s; `fields` change it."""
+        now = self.clock.now()
+        self._sequence += 1
+        usual = {
+            "sequence": now + self._sequence,
+            "issued_at": now,
+            "expires_at": now + 5 * MINUTE_MS,
+            "curve": a_curve(opened_at=now - MINUTE_MS),
+            "addresses": self.network.addresses,
+        }
+        offer = seal(an_offer(**(usual | fields)), self.signer, NETWORK)
+        await self.network.publish(OFFERS_TOPIC, offer.data)
+        return offer
+
+    def award(self, bid: Sealed[Bid], offer: Sealed[Offer], **fields: Any) -> Sealed[Award]:
+        """Sign the award that a bid deserves, with `fields` changed."""
+        now, wanted = self.clock.now(), bid.record
+        usual: dict[str, Any] = {
+            "bid_id": bid.id,
+            "lease": lease_id(self.signer.node, bid.signer, wanted.nonce),
+            "price": wanted.price,
+            "quantity": wanted.quantity,
+            "devices": tuple(ChainHead(bytes([each]) * 32, 0, GENESIS) for each in range(wanted.quantity)),
+            "terms": offer.record.terms,
+            "tunnel_key": bytes(32),
+            "simulated": offer.record.simulated,
+            "holds_until": now + 2000,
+            "until": now + wanted.duration_ms + offer.record.terms.notice_ms,
+        }
+        return seal(Award(**(usual | fields)), self.signer, NETWORK)
+
+    def delivery(
+        self, award: Sealed[Award], bid: Sealed[Bid], signed: Sealed[Countersignature], **fields: Any
+    ) -> Sealed[GrantDelivery]:
+        """Sign the grant of a countersigned award; `fields` change the grant, or the terms it commits to."""
+        terms = {
+            "salt": bytes(32),
+            "renter": bid.signer,
+            "price": award.record.price,
+            "job_hash": bid.record.job_hash,
+        }
+        hidden = CommittedTerms(**{name: fields.pop(name, value) for name, value in terms.items()})
+        usual: dict[str, Any] = {
+            "lease": award.record.lease,
+            "entries": tuple(ChainEntry(head.key, head.number, head.head) for head in award.record.devices),
+            "epoch": 0,
+            "countersignature_id": signed.id,
+            "commitment": grant_commitment(hidden),
+            "starts_at": self.clock.now(),
+            "until": award.record.until,
+            "simulated": award.record.simulated,
+        }
+        signer_of_grant = fields.pop("signed_by", self.signer)
+        grant = seal(Grant(**(usual | fields)), signer_of_grant, NETWORK)
+        return seal(
+            GrantDelivery(grant=grant.data, salt=bytes(32), addresses=("192.0.2.1:4242",)), self.signer, NETWORK
+        )
+
+    async def tell(self, renter: MarketNode, letter: Sealed[Any]) -> Any:
+        """Send a record over the trade protocol, and return the record that answers it."""
+        reply = await self.network.request(renter.id, TRADE_PROTOCOL, letter.data)
+        return open_untrusted(reply, NETWORK).record
+
+
+def _usual_answer(letter: Sealed[Any]) -> Any:
+    if isinstance(letter.record, Bid):
+        now = VirtualClock().now()
+        return BidAck(bid_id=letter.id, batch=1, received_at=now, closes_at=Millis(now + 300))
+    return Ack(of=letter.id)
+
+
 class Town:
     """Several nodes, and the nursery in which they run."""
 
@@ -414,6 +528,13 @@ class Town:
             self.hub.connect(renter.signer.node, node.id)
         return renter
 
+    def seller_by_hand(self, person: int = 31) -> HandProvider:
+        """Return a provider whose records the test writes, connected to every node."""
+        provider = HandProvider(self.hub, person)
+        for node in self.nodes:
+            self.hub.connect(provider.signer.node, node.id)
+        return provider
+
     async def renter(self, person: int = 11, **config: Any) -> MarketNode:
         """Run a node that lends nothing."""
         return await self.start(self.build(person, lends=False, **config))
@@ -430,17 +551,27 @@ class Town:
         return node
 
 
+async def _run_inline(work: Callable[..., T], *args: Any, **_: Any) -> T:
+    await trio.lowlevel.checkpoint()
+    return work(*args)
+
+
 @asynccontextmanager
 async def open_town(folder: Path, *, seed: int = 1, faults: Faults = NO_FAULTS) -> AsyncIterator[Town]:
     """Run a town; its databases are closed at the end."""
     nodes: list[MarketNode] = []
+    # A thread's work takes no virtual time; the clock would jump while the loop waits for it.
+    inline, inline_paths = (
+        mock.patch(name, _run_inline) for name in ("trio.to_thread.run_sync", "trio._path.run_sync")
+    )
     async with open_hub(seed=seed, faults=faults) as hub, trio.open_nursery() as nursery:
-        if not isinstance(trio.lowlevel.current_clock(), trio.testing.MockClock):
-            raise TypeError("a town needs a virtual clock: let the test take `autojump_clock`")
-        town = Town(hub, folder, nursery)
-        nodes = town.nodes
-        yield town
-        nursery.cancel_scope.cancel()
+        with inline, inline_paths:
+            if not isinstance(trio.lowlevel.current_clock(), trio.testing.MockClock):
+                raise TypeError("a town needs a virtual clock: let the test take `autojump_clock`")
+            town = Town(hub, folder, nursery)
+            nodes = town.nodes
+            yield town
+            nursery.cancel_scope.cancel()
     for node in nodes:
         node.store.close()
 
