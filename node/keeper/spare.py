@@ -12,8 +12,9 @@ from node.log import get_logger
 from protocol import codec
 from protocol.errors import MalformedRecord
 
-CONNECT_WAIT_S = 60
+CONNECT_WAIT_S = 20
 """How long the daemon may take to connect: one that died before it did leaves no spare behind."""
+PARENT_CHECK_S = 0.5
 LOG_FILE = "keeper.log"
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
@@ -27,11 +28,9 @@ def wait_for_assignment(path: Path) -> Assignment | None:
     On return this process is the lease's user, and its output goes to the lease's log.
     """
     with bound_socket(path) as listener:
-        listener.settimeout(CONNECT_WAIT_S)
-        try:
-            connection, _address = listener.accept()
-        except TimeoutError:
-            return None
+        connection = _accept(listener)
+    if connection is None:
+        return None
     with connection:
         connection.settimeout(None)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -48,6 +47,19 @@ def wait_for_assignment(path: Path) -> Assignment | None:
         reply = codec.encode(Assigned(os.getpid()))
         connection.sendall(_LENGTH.pack(len(reply)) + reply)
     return assignment
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """Return the daemon's connection; None when it has died (we are another's child then), or does not come."""
+    parent = os.getppid()
+    listener.settimeout(PARENT_CHECK_S)
+    for _try in range(int(CONNECT_WAIT_S / PARENT_CHECK_S)):
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            if os.getppid() != parent:
+                return None
+    return None
 
 
 def _receive(connection: socket.socket) -> Assignment | None:
