@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import trio
 
-from node.errors import JobError
+from node.errors import JobError, NodeError
+from node.lease.spare import Spare, connect_spare
 from node.log import get_logger
 
 log = get_logger(__name__)
@@ -23,6 +25,19 @@ SOCKET_PATH_MAX = 100
 LOG_NAME = "keeper.log"
 SLICE = "gpunode.slice"
 SYSTEMD_RUN_TIMEOUT_S = 15
+SPARE_RETRY_S = 5.0
+UNIT_OPTIONS = (
+    "--quiet",
+    "--collect",
+    "--no-block",
+    "--description=gpunode lease keeper",
+    "--working-directory=/",
+    "--property=OOMPolicy=continue",
+    "--property=KillMode=control-group",
+    "--property=Delegate=yes",
+    "--property=UMask=0077",
+)
+"""What every keeper's unit has."""
 DROPPED_VARIABLES = (
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",
@@ -35,11 +50,15 @@ DROPPED_VARIABLES = (
 
 
 class KeeperProcesses:
-    """Starts keepers as plain processes."""
+    """Starts keepers as plain processes, from a spare that has imported everything where there is one."""
 
     def __init__(self, runtime_dir: Path) -> None:
         self._sockets = runtime_dir / "k"
         self._children: list[subprocess.Popen[bytes]] = []
+        self._spare: Spare | None = None
+        self._spare_wanted = trio.Event()
+        self._keep_spare_until = 0.0
+        self._spares_made = 0
 
     def prepare(self) -> None:
         """Make the directory of the keepers' sockets; others may pass, not look."""
@@ -58,13 +77,70 @@ class KeeperProcesses:
 
     async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
         """Start a keeper. Raises JobError when it cannot be started."""
-        self._reap()
         try:
             _prepare_socket_directory(socket.parent, uid, gid)
-            # From the main thread: what a keeper starts must not hang on a worker thread of ours.
-            self._children.append(self._spawn(directory, socket, uid, gid))
+            spare, self._spare = self._spare, None
+            if spare is not None:
+                self._spare_wanted.set()
+                try:
+                    await spare.assign(directory, socket, uid, gid)
+                except NodeError as error:
+                    log.warning("keepers.spare_failed", problem=str(error))
+                else:
+                    return
+            await self._launch(directory, socket, uid, gid)
         except (OSError, subprocess.SubprocessError) as error:
             raise JobError(f"cannot start a keeper: {error}") from None
+
+    def expect(self, linger_s: float) -> None:
+        """Have a spare ready as soon as possible, and for `linger_s` seconds: a lease is likely."""
+        self._keep_spare_until = max(self._keep_spare_until, trio.current_time() + linger_s)
+        self._spare_wanted.set()
+
+    async def run(self) -> None:
+        """Keep a spare while one is expected to be of use, until cancelled."""
+        try:
+            while True:
+                self._spare_wanted = trio.Event()
+                self._reap()
+                left_s = self._keep_spare_until - trio.current_time()
+                if left_s <= 0:
+                    await self._drop_spare()
+                    await self._spare_wanted.wait()
+                elif self._spare is None:
+                    await self._make_spare()
+                else:
+                    with trio.move_on_after(left_s):
+                        await self._spare_wanted.wait()
+        finally:
+            await self._drop_spare()
+
+    async def _make_spare(self) -> None:
+        self._spares_made += 1
+        directory = self._sockets / f"spare-{os.getpid()}-{self._spares_made}"
+        try:
+            directory.mkdir(mode=0o700)
+            await self._launch_spare(directory / "s")
+            self._spare = await connect_spare(directory / "s")
+        except (NodeError, OSError, subprocess.SubprocessError) as error:
+            # Without one a lease waits for Python to start: slower, nothing worse.
+            log.warning("keepers.no_spare", problem=str(error))
+            await trio.sleep(SPARE_RETRY_S)
+        finally:
+            await trio.to_thread.run_sync(partial(shutil.rmtree, directory, ignore_errors=True))
+
+    async def _drop_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            await spare.aclose()
+
+    async def _launch(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
+        # From the main thread: what a keeper starts must not hang on a worker thread of ours.
+        self._children.append(self._spawn(directory, socket, uid, gid))
+        await trio.lowlevel.checkpoint()
+
+    async def _launch_spare(self, socket: Path) -> None:
+        self._children.append(_spawn_spare(socket))
         await trio.lowlevel.checkpoint()
 
     def _spawn(self, directory: Path, socket: Path, uid: int, gid: int) -> subprocess.Popen[bytes]:
@@ -102,18 +178,35 @@ class KeeperProcesses:
 class KeeperUnits(KeeperProcesses):
     """Starts keepers as transient systemd units: they are not in the daemon's unit, and a restart spares them."""
 
-    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
-        """Start a keeper's unit. Raises JobError with systemd's own words."""
-        _prepare_socket_directory(socket.parent, uid, gid)
-        command = unit_command(directory, socket, uid, gid, is_user_manager=os.geteuid() != 0)
-        try:
-            with trio.fail_after(SYSTEMD_RUN_TIMEOUT_S):
-                result = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
-        except (OSError, trio.TooSlowError) as error:
-            raise JobError(f"cannot start a keeper's unit: {error or 'systemd-run does not answer'}") from None
-        if result.returncode:
-            problem = result.stderr.decode(errors="replace").strip()[:500]
-            raise JobError(f"cannot start a keeper's unit: {problem}")
+    async def _launch(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
+        await _systemd_run(unit_command(directory, socket, uid, gid, is_user_manager=os.geteuid() != 0))
+
+    async def _launch_spare(self, socket: Path) -> None:
+        await _systemd_run(spare_unit_command(socket, is_user_manager=os.geteuid() != 0))
+
+
+def _spawn_spare(socket: Path) -> subprocess.Popen[bytes]:
+    """Start a spare; once it has a lease, it writes into the lease's log."""
+    return subprocess.Popen(
+        spare_command(socket),
+        cwd="/",
+        env=keeper_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+async def _systemd_run(command: list[str]) -> None:
+    try:
+        with trio.fail_after(SYSTEMD_RUN_TIMEOUT_S):
+            result = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+    except (OSError, trio.TooSlowError) as error:
+        raise JobError(f"cannot start a keeper's unit: {error or 'systemd-run does not answer'}") from None
+    if result.returncode:
+        problem = result.stderr.decode(errors="replace").strip()[:500]
+        raise JobError(f"cannot start a keeper's unit: {problem}")
 
 
 def keeper_host(runtime_dir: Path) -> KeeperProcesses:
@@ -134,29 +227,32 @@ def keeper_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
 
 
+def spare_command(socket: Path) -> list[str]:
+    """Return the argv of a spare keeper."""
+    return [sys.executable, "-P", "-m", "node.keeper", "--spare", str(socket)]
+
+
 def unit_command(directory: Path, socket: Path, uid: int, gid: int, *, is_user_manager: bool) -> list[str]:
     """Return the `systemd-run` command of a keeper's unit."""
     options = [
-        "--quiet",
-        "--collect",
-        "--no-block",
         f"--unit=gpunode-keeper-{directory.name}",
-        "--description=gpunode lease keeper",
-        "--working-directory=/",
         f"--property=StandardOutput=append:{directory / LOG_NAME}",
         f"--property=StandardError=append:{directory / LOG_NAME}",
-        "--property=OOMPolicy=continue",
-        "--property=KillMode=control-group",
-        "--property=Delegate=yes",
-        "--property=UMask=0077",
     ]
-    if is_user_manager:
-        options.append("--user")
-    else:
-        options.append(f"--slice={SLICE}")
-        if uid != 0:
-            options += [f"--uid={uid}", f"--gid={gid}"]
-    return ["systemd-run", *options, "--", *keeper_command(directory, socket)]
+    if not is_user_manager and uid != 0:
+        options += [f"--uid={uid}", f"--gid={gid}"]
+    return _in_a_unit(options, keeper_command(directory, socket), is_user_manager=is_user_manager)
+
+
+def spare_unit_command(socket: Path, *, is_user_manager: bool) -> list[str]:
+    """Return the `systemd-run` command of a spare's unit: it becomes a keeper's when it gets a lease."""
+    options = [f"--unit=gpunode-{socket.parent.name}"]
+    return _in_a_unit(options, spare_command(socket), is_user_manager=is_user_manager)
+
+
+def _in_a_unit(options: list[str], command: list[str], *, is_user_manager: bool) -> list[str]:
+    where = "--user" if is_user_manager else f"--slice={SLICE}"
+    return ["systemd-run", *UNIT_OPTIONS, where, *options, "--", *command]
 
 
 def _prepare_socket_directory(directory: Path, uid: int, gid: int) -> None:

@@ -17,7 +17,7 @@ from node import __version__
 from node.clock import SystemClock
 from node.config import Config, Loaded
 from node.daemon.handlers import handlers_of
-from node.daemon.keepers import keeper_host
+from node.daemon.keepers import KeeperProcesses, keeper_host
 from node.daemon.metrics import serve_metrics
 from node.daemon.notify import beat, notify
 from node.daemon.state import Daemon
@@ -107,14 +107,15 @@ async def _main(loaded: Loaded) -> None:
                 socket=config.runtime_dir / SOCKET_NAME,
                 root=root,
             )
-            await _serve(config, daemon)
+            await _serve(config, daemon, keepers)
     finally:
         store.close()
 
 
-async def _serve(config: Config, daemon: Daemon) -> None:
+async def _serve(config: Config, daemon: Daemon, keepers: KeeperProcesses) -> None:
     group = _admin_group()
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(keepers.run)
         await nursery.start(daemon.market.run)
         nursery.start_soon(serve_metrics, config.metrics.port, daemon)
         async with trio.open_nursery() as serving:

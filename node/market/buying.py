@@ -41,6 +41,8 @@ JOBS_MAX = 1000
 BURST_S = 0.05
 """Changes of the book within this time are looked at together."""
 RETRY_S = 1.0
+SPARE_LINGER_S = 600.0
+"""How long a spare keeper waits for a job's lease, and for the next job."""
 SPEC_SIZE_MAX = 2**20
 _NAMES = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "iris", "jade", "kelp", "lotus")
 
@@ -119,6 +121,7 @@ class Buyer:
         await self._step(job, machine.Cancelled())
 
     def _start(self, job: LiveJob) -> None:
+        self._context.keepers.expect(SPARE_LINGER_S)
         self._jobs.by_id[job.row.id] = job
         if self._nursery is not None:
             self._nursery.start_soon(self._drive, job)

@@ -26,6 +26,9 @@ class KeeperHost(Protocol):
     async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
         """Start a keeper for `directory` as `uid`; it outlives the daemon. Raises NodeError."""
 
+    def expect(self, linger_s: float) -> None:
+        """Prepare for a keeper to be started within `linger_s` seconds."""
+
 
 class Context(NamedTuple):
     """The surroundings of the market."""

@@ -164,6 +164,8 @@ class Seller:
             key for desk in self.auctions.values() for sold in desk.auction.leases for key in sold.keys
         )
         await self.inventory.refresh(leased)
+        if not self.is_paused and self.inventory.devices:
+            self._context.keepers.expect(10 * REFRESH_S)
         if self.is_paused:
             free = [key for key in self.inventory.devices if key not in leased]
             if self.is_off:

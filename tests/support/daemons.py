@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pytest
 
 from node.errors import DaemonUnreachable
+from node.lease.lock import holder_of
 from node.rpc.api import Nothing
 from node.rpc.client import Client
 from node.rpc.methods import daemon, jobs, lend, market, money, peers
@@ -256,12 +257,17 @@ class Daemons:
         """End all daemons, then all keepers."""
         for daemon_ in self.started:
             daemon_.stop()
-        for pid in self.keepers():
+        for pid in self.keeper_processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def keepers(self) -> list[int]:
-        """Return the pids of keepers whose lease lies below this test's folder."""
+        """Return the pids of the keepers that hold a lease of this test's daemons; spares hold none."""
+        holders = (holder_of(lease) for lease in self.folder.glob("*/state/*/leases/*"))
+        return [holder.pid for holder in holders if holder is not None]
+
+    def keeper_processes(self) -> list[int]:
+        """Return the pids of every process of a keeper, or spare, that was started from this test's folder."""
         found = []
         for process in Path("/proc").iterdir():
             if process.name.isdigit():
