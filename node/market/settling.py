@@ -58,7 +58,8 @@ def receipt_of(context: Context, row: LeaseRow, status: LeaseStatus | None) -> R
         metered_ms=metered_ms,
         price=row.price,
         quantity=row.quantity,
-        amount=min(cost_of(row, metered_ms), voucher_amount),
+        # The keeper's word: what was metered, less the refund of the terms, at most the highest voucher.
+        amount=0 if status is None else min(status.amount, cost_of(row, metered_ms), voucher_amount),
         voucher_amount=voucher_amount,
         voucher_number=0 if status is None else status.voucher_number,
         outputs=()
@@ -85,6 +86,8 @@ def objection_to(receipt: Receipt, row: LeaseRow, status: LeaseStatus | None, re
         return f"it claims {format_amount(receipt.amount)}, and vouchers for {format_amount(signed)} were signed"
     if receipt.amount > cost_of(row, receipt.metered_ms):
         return "it claims more than its own metered time costs"
+    if status is not None and receipt.amount > status.amount + cost_of(row, slack_ms):
+        return f"it claims {format_amount(receipt.amount)}, and {format_amount(status.amount)} are owed by our account"
     if receipt.metered_ms > metered_ms + slack_ms:
         return f"it claims {receipt.metered_ms} ms of job time, and {metered_ms} ms were metered here"
     return ""
@@ -119,7 +122,7 @@ def unpaid_entry_of(sealed: Sealed[Receipt]) -> EntryRow:
         id=hash_bytes(b"unpaid" + sealed.id),
         peer=receipt.renter,
         kind=UNPAID_KIND,
-        amount=used - receipt.amount,
+        amount=max(0, used - receipt.voucher_amount),
         lease=receipt.lease,
         simulated=receipt.simulated,
         confirmed=False,
