@@ -203,7 +203,9 @@ class Buyer:
             case machine.PlaceBid(candidate):
                 offer = found[candidate.offer_id].offer
                 papers = make_bid(context, spec, found[candidate.offer_id])
-                records = [context.record_row(paper, lease=papers.opened.lease) for paper in (papers.bid, offer)]
+                # The offer is no one lease's: other bids of ours may name it, too.
+                bid = context.record_row(papers.bid, lease=papers.opened.lease, reply_to=offer.id)
+                records = [bid, context.record_row(offer)]
                 transfer.writes.append(lambda tx: tx.lease_secrets.put(papers.secret))
                 transfer.writes.extend(partial(_put_record, record) for record in records)
                 transfer.mail.append((offer.signer, papers.bid, BID_LIFETIME_MS))

@@ -102,15 +102,19 @@ class Market:
     async def _prune(self) -> None:
         """Forget the secrets and papers of leases that never began."""
         now = self._context.clock.now()
-        papers = "kind in ('bid', 'bid_ack', 'award', 'offer', 'countersignature') and at < ?"
+        papers = "kind in ('bid', 'bid_ack', 'award', 'countersignature') and at < ?"
         unused = (
             "lease is null or lease not in (select lease from leases where state not in ('awarded', 'lapsed'))"
         )
         bids = "id not in (select bid_id from leases where state not in ('awarded', 'lapsed'))"
+        offers = (
+            "kind = 'offer' and at < ? and id not in (select ifnull(reply_to, '') from records where kind = 'bid')"
+        )
 
         def write(tx: Transaction) -> None:
             tx.lease_secrets.delete("expires_at < ?", now)
             tx.records.delete(f"{papers} and ({unused}) and {bids}", now - KEEP_PAPERS_MS)
+            tx.records.delete(offers, now - KEEP_PAPERS_MS)
 
         try:
             await self._context.store.transaction(write)

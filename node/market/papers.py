@@ -143,11 +143,14 @@ def renter_keeper_papers(
     network = context.network_id
     row, secret = tx.leases.get(lease), tx.lease_secrets.get(lease)
     kinds = {record.kind: record for record in tx.records.where("lease = ?", lease)}
-    if row is None or secret is None or not {"bid", "award", "offer", "grant_delivery"} <= kinds.keys():
+    if row is None or secret is None or not {"bid", "award", "grant_delivery"} <= kinds.keys():
         raise StoreError(f"the records of lease {lease.hex()} are incomplete")
     bid = open_as_untrusted(kinds["bid"].data, Bid, network).record
+    offer_row = tx.records.get(bid.offer_id)
+    if offer_row is None:
+        raise StoreError(f"the offer of lease {lease.hex()} is not on record")
     award = open_as_untrusted(kinds["award"].data, Award, network).record
-    offer = open_as_untrusted(kinds["offer"].data, Offer, network)
+    offer = open_as_untrusted(offer_row.data, Offer, network)
     delivery = open_as_untrusted(kinds["grant_delivery"].data, GrantDelivery, network).record
     candidate = Candidate(offer=offer, price=Price(bid.price), affordable_at=Millis(0), isolation=bid.isolation)
     lease_file = LeaseFile(

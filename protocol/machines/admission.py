@@ -108,7 +108,7 @@ def _of_standing(auction: Auction, event: BidReceived, now: Millis) -> BidReject
                 RejectReason.DUPLICATE,
                 now,
                 detail="one bid at a time for each renter and address range",
-                retry_at=auction.retry_when_free(now),
+                retry_at=auction.retry_when_decided(now),
             )
     if len(waiting) >= WAITING_BIDS_MAX:
         return auction.rejection(

@@ -175,6 +175,13 @@ class Auction(msgspec.Struct, frozen=True, kw_only=True):
         times = [hold.lapses_at for hold in self.holds] + [lease.until for lease in self.leases]
         return Millis(max(now, min(times))) if times else None
 
+    def retry_when_decided(self, now: Millis) -> Millis | None:
+        """Return the earliest time at which a waiting bid or a hold is decided, or None when there is none."""
+        times = [hold.lapses_at for hold in self.holds]
+        if self.batch is not None:
+            times.append(Millis(self.batch.closes_at + 1))
+        return Millis(max(now, min(times))) if times else None
+
     def waiting(self) -> tuple[BidReceived, ...]:
         """Return the bids that may still be awarded: those of the open batch and the runners-up."""
         batch = self.batch.bids if self.batch is not None else ()

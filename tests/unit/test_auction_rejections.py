@@ -225,6 +225,15 @@ def test_a_bid_of_a_neighbour_in_the_batch_is_a_duplicate_but_not_one_behind_a_p
     rejections = table.of(Reject)
     assert [rejection.renter for rejection in rejections] == [renter(4)]
     assert rejections[0].rejection.reason is RejectReason.DUPLICATE
+    assert table.auction.batch is not None
+    assert rejections[0].rejection.retry_at == table.auction.batch.closes_at + 1
+
+
+def test_a_second_bid_of_a_renter_is_told_when_its_first_is_decided_not_when_some_lease_ends() -> None:
+    rejection = judged(
+        an_auction(devices=2, holds=(a_hold(RENTER),), leases=(a_lease(3, until=NOW + 1, devices=(1,)),))
+    )
+    assert (rejection.reason, rejection.retry_at) == (RejectReason.DUPLICATE, NOW + HOLD_MS)
 
 
 def test_a_full_batch_is_overloaded_until_it_closes() -> None:

@@ -22,6 +22,7 @@ from node.jobs.logs import LogReader
 from node.market.jobspec import JobSpec, SpecInput, SpecOutput
 from node.rpc.method import Caller, Handlers
 from node.rpc.methods import jobs as api
+from node.store import RecordRow, Transaction
 from protocol.envelope import open_as_untrusted
 from protocol.errors import ProtocolError
 from protocol.identity import peer_id
@@ -104,14 +105,17 @@ async def entry_of(state: Daemon, job: KnownJob) -> api.JobEntry:
 async def _model_of(state: Daemon, job: KnownJob) -> str:
     if job.lease is None:
         return ""
-    lease = job.lease.lease
-    rows = await state.context.store.transaction(
-        lambda tx: list(tx.records.where("lease = ? and kind = 'offer'", lease, limit=1))
-    )
+    bid_id = job.lease.bid_id
+    row = await state.context.store.transaction(lambda tx: _offer_of(tx, bid_id))
     with suppress(ProtocolError):
-        for row in rows:
+        if row is not None:
             return open_as_untrusted(row.data, Offer, state.context.network_id).record.device.model
     return ""
+
+
+def _offer_of(tx: Transaction, bid_id: bytes) -> RecordRow | None:
+    bid = tx.records.get(bid_id)
+    return None if bid is None or bid.reply_to is None else tx.records.get(bid.reply_to)
 
 
 async def _show(state: Daemon, params: api.JobParams, caller: Caller) -> api.JobDetail:
