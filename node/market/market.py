@@ -140,7 +140,10 @@ class Market:
 
     async def _on_connect(self, peer: NodeId) -> None:
         self.outbox.wake(peer)
-        await self.recollection.ask(peer)
+        try:
+            await self.recollection.ask(peer)
+        except NodeError as error:
+            log.error("market.not_recollected", peer=peer.hex(), problem=str(error))
         await self.book.fetch_page(peer)
 
     async def _observe_provider(self, live: Any) -> None:  # noqa: ANN401

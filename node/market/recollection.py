@@ -1,9 +1,10 @@
 """Was our database restored from an old copy? Peers remember what it has forgotten.
 
 On each connection a node asks for the newest offers of its own that the peer holds, and for its own grants to
-that peer. An offer with a sequence above what the database knew at its start, and that this run did not sign, or
-a grant of an unknown lease, means that a newer life of this node is forgotten here: the auctions open a new epoch
-and sell only after the longest lease that may be out. Refuses to answer about anyone but the asker.
+that peer and their releases. An offer with a sequence above what the database knew at its start, and that this run
+did not sign, or an unknown grant or release, means that a newer life of this node is forgotten here: the auctions
+open a new epoch, since their numbers in the chains are taken, and sell only after the longest lease that is out.
+Refuses to answer about anyone but the asker.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from node.store import Transaction
 from protocol.envelope import Sealed, open_as_untrusted
 from protocol.errors import ProtocolError
 from protocol.identity import NodeId
-from protocol.records import CounterpartyGrants, Grant, Offer, OwnRecordsQuery
+from protocol.records import CounterpartyGrants, Grant, Offer, OwnRecordsQuery, Release
 from protocol.records.peer import GRANTS_MAX
 from protocol.units import Millis
 
@@ -28,7 +29,8 @@ log = get_logger(__name__)
 
 OFFERS_MAX = 4
 OFFERS_SIZE_MAX = 24 * 1024
-"""Bytes of offers in one answer, which is a record of at most 64 KiB; grants come on top."""
+ENTRIES_SIZE_MAX = 36 * 1024
+"""Bytes of offers, and of grants and releases, in one answer, which is a record of at most 64 KiB."""
 T = TypeVar("T")
 
 
@@ -41,7 +43,6 @@ class Recollection:
         self._book = book
         self._note = note
         self._started_at = context.clock.now()
-        self._sells_from = Millis(0)
         self._lock = trio.Lock()
 
     async def ask(self, peer: NodeId) -> None:
@@ -70,35 +71,46 @@ class Recollection:
             offers.append(offer.data)
 
         def read(tx: Transaction) -> list[bytes]:
-            rows = tx.records.where(
-                "kind = 'grant' and signer = ?", query.signer, order_by="at desc", limit=GRANTS_MAX
-            )
+            clause = "kind in ('grant', 'release') and signer = ?"
+            rows = tx.records.where(clause, query.signer, order_by="at desc", limit=GRANTS_MAX)
             return [row.data for row in rows]
 
-        grants = await self._context.store.transaction(read)
-        return CounterpartyGrants(query_id=query.id, offers=tuple(offers), grants=tuple(grants))
+        entries, left = [], ENTRIES_SIZE_MAX
+        for entry in await self._context.store.transaction(read):
+            left -= len(entry)
+            if left < 0:
+                break
+            entries.append(entry)
+        return CounterpartyGrants(query_id=query.id, offers=tuple(offers), grants=tuple(entries))
 
     async def _judge(self, answer: CounterpartyGrants) -> None:
-        now = self._context.clock.now()
-        forgotten_until, epoch = 0, 0
+        forgotten: list[tuple[int, int]] = []
+        """(epoch, until when a lease of it may be out)."""
         for data in answer.offers:
             offer = self._own(data, Offer)
             if offer is not None and self._is_forgotten_offer(offer.record):
                 longest_ms = offer.record.terms.lease_max_ms + offer.record.terms.notice_ms
-                forgotten_until = max(forgotten_until, offer.record.expires_at + longest_ms)
-                epoch = max(epoch, offer.record.epoch)
-        for data in answer.grants:
-            grant = self._own(data, Grant)
-            if grant is not None and await self._is_forgotten_grant(grant.record):
-                forgotten_until = max(forgotten_until, grant.record.until)
-                epoch = max(epoch, grant.record.epoch)
-        if forgotten_until <= max(now, self._sells_from):
+                forgotten.append((offer.record.epoch, offer.record.expires_at + longest_ms))
+        grants = [grant for data in answer.grants if (grant := self._own(data, Grant)) is not None]
+        releases = [release for data in answer.grants if (release := self._own(data, Release)) is not None]
+
+        def read(tx: Transaction) -> list[tuple[int, int]]:
+            lost = [
+                (grant.record.epoch, grant.record.until) for grant in grants if tx.records.get(grant.id) is None
+            ]
+            return lost + [(entry.record.epoch, 0) for entry in releases if tx.records.get(entry.id) is None]
+
+        forgotten += await self._context.store.transaction(read)
+        if not forgotten:
             return
-        self._sells_from = Millis(forgotten_until)
-        text = "the database is older than what peers remember: nothing is sold until forgotten leases have ended"
-        log.error("recollection.restored_database", sells_from=forgotten_until, epoch=epoch + 1)
-        self._note(text)
-        await self._seller.open_epoch(epoch + 1, self._sells_from)
+        epoch, sells_from = max(epoch for epoch, _ in forgotten) + 1, max(until for _, until in forgotten)
+        if not await self._seller.open_epoch(epoch, Millis(sells_from)):
+            return
+        log.error("recollection.restored_database", sells_from=sells_from, epoch=epoch)
+        if sells_from > self._context.clock.now():
+            self._note(
+                "the database is older than what peers remember: nothing is sold until forgotten leases have ended"
+            )
 
     def _own(self, data: bytes, record_type: type[T]) -> Sealed[T] | None:
         try:
@@ -109,7 +121,3 @@ class Recollection:
 
     def _is_forgotten_offer(self, offer: Offer) -> bool:
         return self._seller.newest_known_sequence < offer.sequence and offer.issued_at < self._started_at
-
-    async def _is_forgotten_grant(self, grant: Grant) -> bool:
-        row = await self._context.store.transaction(lambda tx: tx.leases.get(grant.lease))
-        return row is None

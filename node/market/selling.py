@@ -268,14 +268,22 @@ class Seller:
         for desk in list(self.auctions.values()):
             await desk.apply(OfferRefreshed())
 
-    async def open_epoch(self, epoch: int, sells_from: Millis) -> None:
-        """Sell only after leases that this database has forgotten; listings that are opened later, too."""
-        self._epoch = max([epoch, self._epoch + 1, *(desk.auction.epoch + 1 for desk in self.auctions.values())])
-        self._sells_from = sells_from
-        remembered = f"{self._epoch} {sells_from}"
-        await self._context.store.transaction(lambda tx: tx.set_meta(EPOCH_KEY, remembered))
+    async def open_epoch(self, epoch: int, sells_from: Millis) -> bool:
+        """Sell in `epoch` at least, and only from `sells_from` on; listings that are opened later, too.
+
+        Returns whether that was news. Raises StoreError when it could not be written: then try again.
+        """
+        if epoch <= self._epoch and sells_from <= self._sells_from:
+            return False
+        epoch, sells_from = max(epoch, self._epoch), max(sells_from, self._sells_from)
         for desk in list(self.auctions.values()):
-            await desk.apply(EpochOpened(self._epoch, sells_from))
+            await desk.apply(EpochOpened(epoch, sells_from))
+        remembered = f"{epoch} {sells_from}"
+        await self._context.store.transaction(lambda tx: tx.set_meta(EPOCH_KEY, remembered))
+        self._epoch, self._sells_from = epoch, sells_from
+        for desk in list(self.auctions.values()):
+            await desk.apply(EpochOpened(epoch, sells_from))  # one may have been opened meanwhile
+        return True
 
     # --- messages of renters --------------------------------------------------------------------------------
 

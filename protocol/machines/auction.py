@@ -263,9 +263,12 @@ def _listing_changed(auction: Auction, event: ListingChanged) -> AuctionStep:
 
 
 def _epoch_opened(auction: Auction, epoch: int, sells_from: Millis) -> AuctionStep:
-    if epoch <= auction.epoch:
+    # Neither ever goes back: another peer may remember more.
+    changed = msgspec.structs.replace(
+        auction, epoch=max(epoch, auction.epoch), sells_from=max(sells_from, auction.sells_from)
+    )
+    if changed == auction:
         return auction, ()
-    changed = msgspec.structs.replace(auction, epoch=epoch, sells_from=sells_from)
     return changed, publishing(changed)
 
 

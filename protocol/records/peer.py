@@ -8,6 +8,8 @@ from protocol.envelope import ENVELOPE_SIZE_MAX, record
 from protocol.records.fields import Hash, Note, Token
 
 GRANTS_MAX = 32
+GRANT_SIZE_MAX = 8192
+"""Bytes of one grant's or release's envelope: room for the most devices of a lease."""
 
 
 @record("ack")
@@ -35,12 +37,12 @@ class OwnRecordsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @record("counterparty_grants")
 class CounterpartyGrants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The answer: the asker's newest offers, and its grants to the answerer, as they were received."""
+    """The answer: the asker's newest offers, and its grants to the answerer and their releases, as received."""
 
     query_id: Hash
     offers: Annotated[
         tuple[Annotated[bytes, msgspec.Meta(max_length=ENVELOPE_SIZE_MAX)], ...], msgspec.Meta(max_length=4)
     ] = ()
     grants: Annotated[
-        tuple[Annotated[bytes, msgspec.Meta(max_length=2048)], ...], msgspec.Meta(max_length=GRANTS_MAX)
+        tuple[Annotated[bytes, msgspec.Meta(max_length=GRANT_SIZE_MAX)], ...], msgspec.Meta(max_length=GRANTS_MAX)
     ] = ()

@@ -415,12 +415,23 @@ def test_what_changes_nothing_publishes_nothing() -> None:
     assert table.apply(Repriced(curve.start, curve.reserve)) == ()
     assert table.apply(PauseChanged(paused=False)) == ()
     assert table.list_devices(0, 1) == ()
-    assert table.apply(EpochOpened(0, Millis(NOW + 1))) == ()
+    assert table.apply(EpochOpened(0, Millis(0))) == ()
     assert table.apply(PauseChanged(paused=True)) == (WithdrawOffer(),)
     assert table.apply(OfferRefreshed()) == ()
     assert table.list_devices(0) == ()
     assert table.apply(PauseChanged(paused=False)) == (PublishOffer(),)
     assert table.apply(OfferRefreshed()) == (PublishOffer(),)
+
+
+def test_neither_epoch_nor_the_time_to_sell_ever_goes_back() -> None:
+    table = Table()
+    for event, expected in (
+        (EpochOpened(3, Millis(NOW + 5)), (3, NOW + 5)),
+        (EpochOpened(1, Millis(NOW + 9)), (3, NOW + 9)),
+        (EpochOpened(4, Millis(NOW)), (4, NOW + 9)),
+    ):
+        assert table.apply(event) == (PublishOffer(),)
+        assert (table.auction.epoch, table.auction.sells_from) == expected
 
 
 def test_a_listing_without_devices_is_withdrawn_and_not_offered() -> None:

@@ -30,7 +30,7 @@ async def test_a_job_buys_a_lease_and_both_sides_sign_for_it(town: Town, autojum
         price = bought.price
         await node.leases.say(
             sold.lease, phase=LeasePhase.COLLECTED, outcome=COMPLETED, metered_ms=60_000, exit_status=0,
-            voucher_amount=price * 60, voucher_number=6, started_at=1, ended_at=60_001,
+            amount=price * 60, voucher_amount=price * 60, voucher_number=6, started_at=1, ended_at=60_001,
         )  # fmt: skip
     await until(lambda: provider.lease_rows()[0].state == LeaseState.SETTLED, "the acceptance")
     assert renter.lease_rows()[0].state == LeaseState.SETTLED
