@@ -48,6 +48,8 @@ from protocol.units import DAY_MS
 log = get_logger(__name__)
 
 NOTES_MAX = 16
+RELEASES_MAX = 2
+"""Most releases kept of one lease: two that differ convict their provider, more only fill the disk."""
 PRUNE_S = 600.0
 KEEP_PAPERS_MS = DAY_MS
 """How long the papers of a bid that came to nothing are kept."""
@@ -201,7 +203,8 @@ class Market:
             row = tx.leases.get(sealed.record.lease)
             if row is None or row.peer != sealed.signer:
                 return False
-            tx.records.put(self._context.record_row(sealed, lease=row.lease))
+            if tx.records.count("lease = ? and kind = 'release'", row.lease) < RELEASES_MAX:
+                tx.records.put(self._context.record_row(sealed, lease=row.lease))
             return True
 
         known = await self._context.store.transaction(write)

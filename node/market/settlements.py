@@ -83,18 +83,20 @@ class Settlements:
         if {record.payer, record.payee} != {sealed.signer, node}:
             return Refusal(of=sealed.id, reason="not_ours")
 
-        def write(tx: Transaction) -> bool:
+        def write(tx: Transaction) -> Refusal | None:
             if tx.entries.get(sealed.id) is not None:
-                return True
+                return None
+            if not _has_dealt_with(tx, sealed.signer):
+                # Keys cost nothing: strangers could fill the disk with payments.
+                return Refusal(of=sealed.id, reason="unknown_peer", detail="we have had no dealings")
             pending = tx.entries.count("peer = ? and kind = ? and confirmed = 0", sealed.signer, SETTLEMENT_KIND)
             if pending >= PENDING_PER_PEER_MAX:
-                return False
+                return Refusal(of=sealed.id, reason="too_many", detail="others are still pending")
             tx.records.put(self._context.record_row(sealed))
             tx.entries.put(self._entry(sealed, sealed.signer))
-            return True
+            return None
 
-        taken = await self._context.store.transaction(write)
-        return None if taken else Refusal(of=sealed.id, reason="too_many", detail="others are still pending")
+        return await self._context.store.transaction(write)
 
     async def accept(self, prefix: str) -> KnownSettlement:
         """Agree with a pending settlement, named by its id or a unique prefix. Raises NotFound, BadArgument."""
@@ -126,7 +128,9 @@ class Settlements:
 
         def write(tx: Transaction) -> bool:
             row, entry = tx.records.get(settlement_id), tx.entries.get(settlement_id)
-            if row is None or entry is None or row.signer != self._context.node or entry.peer != sealed.signer:
+            if row is None or entry is None or entry.kind != SETTLEMENT_KIND:
+                return False
+            if row.signer != self._context.node or entry.peer != sealed.signer:
                 return False
             tx.records.put(self._context.record_row(sealed, reply_to=settlement_id))
             tx.entries.change(settlement_id, confirmed=1)
@@ -174,3 +178,8 @@ class Settlements:
             note=record.reference,
             at=record.settled_at,
         )
+
+
+def _has_dealt_with(tx: Transaction, peer: bytes) -> bool:
+    known = tx.peers.get(peer) is not None or tx.entries.count("peer = ?", peer) > 0
+    return known or tx.leases.count("peer = ?", peer) > 0

@@ -4,11 +4,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.market_nodes import Town, open_town, until
+from support.market_nodes import NETWORK, Town, open_town, until
 from trio.abc import Clock
 
+from node.market.context import TRADE_PROTOCOL
 from node.market.leases import LeaseState
+from protocol.envelope import open_untrusted
 from protocol.machines.lease import COMPLETED, LeasePhase
+from protocol.records import Ack, ChainEntry, Refusal, Release
 
 
 @pytest.fixture
@@ -40,3 +43,20 @@ async def test_a_job_buys_a_lease_and_both_sides_sign_for_it(town: Town, autojum
     assert earned.amount == bought.price * 60
     assert earned.confirmed
     await until(lambda: not provider.market.seller.auctions["nvidia-a100-sxm4-40gb-40g"].auction.leases)
+
+
+async def test_releases_of_a_lease_are_witnessed_and_do_not_pile_up(town: Town, autojump_clock: Clock) -> None:
+    provider, renter = await town.provider(), await town.renter()
+    town.hub.connect_all()
+    job = await renter.submit()
+    await until(lambda: job.lease is not None, "a lease")
+    lease = renter.lease_rows()[0].lease
+    entries = (ChainEntry(bytes(32), 1, bytes(32)),)
+    for number in range(5):
+        release = Release(lease=lease, entries=entries, epoch=0, released_at=number, reason="")
+        reply = await provider.network.request(renter.id, TRADE_PROTOCOL, provider.context.seal(release).data)
+        assert isinstance(open_untrusted(reply, NETWORK).record, Ack)
+    assert renter.read(lambda tx: tx.records.count("kind = 'release'")) == 2
+    unknown = provider.context.seal(Release(lease=bytes(16), entries=entries, epoch=0, released_at=1, reason=""))
+    reply = await provider.network.request(renter.id, TRADE_PROTOCOL, unknown.data)
+    assert isinstance(open_untrusted(reply, NETWORK).record, Refusal)
