@@ -280,17 +280,22 @@ class Lender:
                     "lending.receipt_refused", peer=row.peer.hex(), reason=record.reason, detail=record.detail
                 )
             return
-        if not isinstance(record, ReceiptAcceptance) or record.receipt_id != row.record_id:
+        receipt = open_as_untrusted(row.data, Receipt, self._context.network_id).record
+        # The lease that it names is the peer's word, and would else settle any lease of ours.
+        if not isinstance(record, ReceiptAcceptance) or (record.receipt_id, record.lease) != (
+            row.record_id,
+            receipt.lease,
+        ):
             raise WrongKind("a receipt is answered by its acceptance")
-        acceptance = self._context.record_row(answer, lease=record.lease, reply_to=row.record_id)
+        acceptance = self._context.record_row(answer, lease=receipt.lease, reply_to=row.record_id)
 
         def write(tx: Transaction) -> None:
             tx.records.put(acceptance)
             tx.entries.change(row.record_id, confirmed=1)
-            tx.leases.change(record.lease, state=LeaseState.SETTLED)
+            tx.leases.change(receipt.lease, state=LeaseState.SETTLED)
 
         await self._context.store.transaction(write)
-        self._leases.noted(record.lease, state=LeaseState.SETTLED)
+        self._leases.noted(receipt.lease, state=LeaseState.SETTLED)
 
     async def _send_again(self, row: OutboxRow) -> None:
         await trio.sleep(AGAIN_S)

@@ -27,6 +27,7 @@ from node.ports import TaskStatus
 from node.store import RecordRow, Transaction
 from protocol import codec
 from protocol.envelope import Sealed, open_untrusted
+from protocol.identity import lease_id
 from protocol.machines.auction import Auction, is_sound
 from protocol.machines.auction_types import (
     BidReceived,
@@ -298,11 +299,14 @@ class Seller:
                 )
             )
         async with self._bid_lock:
-            known, credit = await context.store.transaction(
+            known, is_spent, credit = await context.store.transaction(
                 partial(self._before_bid, bid, desk.auction.listing.simulated, self._waiting())
             )
             if known is not None:
                 return open_untrusted(known.data, context.network_id)
+            if is_spent or self._is_nonce_waiting(bid):
+                detail = "another bid had this nonce: its lease would be the same one"
+                return context.seal(desk.auction.rejection(bid.id, RejectReason.DUPLICATE, now, detail=detail))
             event = BidReceived(bid.id, bid.signer, bid.record, now, credit, address_prefix)
             reply = await desk.apply(event, cause=bid)
         if reply is None:
@@ -314,19 +318,29 @@ class Seller:
         real = [desk.auction for desk in self.auctions.values() if not desk.auction.listing.simulated]
         return [waiting for auction in real for waiting in auction.waiting()]
 
+    def _is_nonce_waiting(self, bid: Sealed[Bid]) -> bool:
+        """Return whether a bid of this renter that may yet be awarded, on any listing, has the same nonce."""
+        return any(
+            (waiting.renter, waiting.bid.nonce) == (bid.signer, bid.record.nonce)
+            for desk in self.auctions.values()
+            for waiting in desk.auction.waiting()
+        )
+
     def _before_bid(
         self, bid: Sealed[Bid], is_simulated: bool, waiting: list[BidReceived], tx: Transaction
-    ) -> tuple[RecordRow | None, int]:
+    ) -> tuple[RecordRow | None, bool, int]:
+        """Return the answer that the bid had before, whether its lease exists, and the renter's credit."""
         known = next(tx.records.where("reply_to = ?", bid.id), None)
+        is_spent = tx.leases.get(lease_id(self._context.node, bid.signer, bid.record.nonce)) is not None
         if is_simulated:
-            return known, bid.record.max_spend  # simulated leases count for nothing
+            return known, is_spent, bid.record.max_spend  # simulated leases count for nothing
         limit = self._credit_limit(tx, bid.signer)
         committed = sum(
             other.bid.max_spend
             for other in waiting
             if other.renter == bid.signer or (limit is None and self._credit_limit(tx, other.renter) is None)
         )
-        return known, credit_left(tx, bid.signer, limit, self._stranger_credit) - committed
+        return known, is_spent, credit_left(tx, bid.signer, limit, self._stranger_credit) - committed
 
     async def on_countersignature(self, sealed: Sealed[Countersignature]) -> Sealed[Any] | None:
         """Take a countersignature; None: taken (or taken before)."""
