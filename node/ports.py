@@ -59,7 +59,8 @@ class Peer(msgspec.Struct, frozen=True):
 GossipHandler = Callable[[NodeId, bytes], GossipVerdict]
 """(forwarder, envelope bytes) -> verdict. Must be quick and must not block."""
 RequestHandler = Callable[[NodeId, bytes], Awaitable[bytes]]
-"""(caller, request bytes) -> reply bytes. Raising ends that stream and counts against the peer."""
+"""(caller, request bytes) -> reply bytes. Raising ends that stream and counts against the peer, unless it is a
+NodeError: a fault of this machine."""
 ConnectHandler = Callable[[NodeId], Awaitable[None]]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import trio
 
+from node.errors import NodeError
 from node.log import get_logger
 from node.ports import RequestHandler
 from node.swarm.guards import Gatekeeper, Untyped, is_our_bug, reset_quietly
@@ -119,6 +120,10 @@ class Answerer:
         with trio.move_on_after(self._limits.handler_timeout_ms / 1000) as scope:
             try:
                 reply = await self._handler(node, data)
+            except NodeError as error:
+                # A fault of this machine, such as a full disk: nothing to hold against whoever asks.
+                log.error("swarm.request_not_answered", name=self._name, problem=str(error))
+                return None
             except Exception as error:
                 if is_our_bug(error):
                     raise
