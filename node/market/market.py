@@ -197,11 +197,11 @@ class Market:
                 return Refusal(of=sealed.id, reason="unexpected", detail="no such message is expected here")
 
     async def _on_release(self, sealed: Sealed[Release]) -> Refusal | None:
-        """Keep a release of a lease of ours: a part of the provider's chain that we witness."""
+        """Keep a release of a lease that we rented: a part of the provider's chain that we witness."""
 
         def write(tx: Transaction) -> bool:
             row = tx.leases.get(sealed.record.lease)
-            if row is None or row.peer != sealed.signer:
+            if row is None or row.role != "renter" or row.peer != sealed.signer:
                 return False
             if tx.records.count("lease = ? and kind = 'release'", row.lease) < RELEASES_MAX:
                 tx.records.put(self._context.record_row(sealed, lease=row.lease))
