@@ -183,7 +183,7 @@ class TestDaemon:
 
     # --- waiting --------------------------------------------------------------------------------------------
 
-    def wait_for(self, ask: Callable[[], T], what: str = "", job: str = "") -> T:
+    def wait_for(self, ask: Callable[[], T | None], what: str = "", job: str = "") -> T:
         """Ask until the answer is true, and return it; fail the test after a minute, with `job`'s history."""
         limit = time.monotonic() + WAIT_S_MAX
         while True:

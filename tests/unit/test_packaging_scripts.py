@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("scripts/quickstart", "scripts/install", "scripts/test", "scripts/lock", ".ci/run")
+PROGRAMS = (
+    "scripts/quickstart",
+    "scripts/install",
+    "scripts/test",
+    "scripts/lock",
+    "scripts/fuzz",
+    "scripts/campaign",
+    ".ci/run",
+)
 SHELL = (*PROGRAMS, "scripts/_common.sh")
 
 
