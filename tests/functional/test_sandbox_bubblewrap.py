@@ -371,7 +371,10 @@ async def test_configured_paths_devices_and_mounts_are_shown_read_only(bench: Be
 
 
 async def test_a_configured_path_that_jobs_cannot_reach_is_said(bench: Bench, tmp_path: Path) -> None:
-    bench.sandbox = BubblewrapSandbox(environments={"lab": (tmp_path,)})
+    lab = tmp_path / "closed" / "lab"
+    lab.mkdir(parents=True)
+    lab.parent.chmod(0o700)
+    bench.sandbox = BubblewrapSandbox(environments={"lab": (lab,)})
     with pytest.raises(SandboxError, match="Permission denied") as caught:
         await bench.start("true", environment="lab")
     assert "chmod" in caught.value.hint
