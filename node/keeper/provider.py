@@ -249,6 +249,10 @@ class ProviderKeeper:
         """End the job."""
         await self._journal.feed(machine.CancelAsked(reason, detail, notice_ms))
 
+    async def conclude(self, reason: FailReason, detail: str) -> None:
+        """Refuse: a provider's lease ends when its job and its results do, whatever the renter signs."""
+        raise NodeError(f"a provider's keeper is not concluded ({reason} {detail})".strip())
+
     async def settle(self) -> None:
         """Close the lease. Raises NodeError when it is not over."""
         if self._journal.state.phase in OVER_PHASES:

@@ -168,7 +168,7 @@ class RenterKeeper:
             sequence=0,
             phase=state.phase,
             outcome=state.outcome,
-            detail=state.detail or ("" if state.is_connected else self._tunnel.problem),
+            detail=state.waits or state.detail or ("" if state.is_connected else self._tunnel.problem),
             connected=state.is_connected,
             peer_address=self._tunnel.peer_address,
             started_at=0 if told is None else told.started_at,
@@ -237,6 +237,11 @@ class RenterKeeper:
         """End the job; the provider's terms say how much notice it gets."""
         log.info("keeper.cancel", reason=str(reason), notice_ms=notice_ms)
         await self._journal.feed(machine.CancelAsked(reason, detail))
+
+    async def conclude(self, reason: FailReason, detail: str) -> None:
+        """Take note that the provider has signed for the lease's end."""
+        log.info("keeper.provider_done", reason=str(reason))
+        await self._journal.feed(machine.ProviderDone(reason, detail))
 
     async def settle(self) -> None:
         """Close the lease. Raises NodeError when it is not over."""

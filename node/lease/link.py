@@ -39,6 +39,8 @@ REQUESTS_MAX = 64
 """Most unanswered requests of one link."""
 LINK_TIMEOUT_S = 10
 """How long a keeper may take to say hello."""
+POLL_S = 0.02
+"""A socket's appearance can't be waited for portably; inotify would be another dependency."""
 _LENGTH = struct.Struct(">I")
 
 T = TypeVar("T")
@@ -70,7 +72,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     method: str
-    """"status", "subscribe", "cancel", "settle" or "execute"."""
+    """"status", "subscribe", "cancel", "conclude", "settle" or "execute"."""
     reason: str = ""
     detail: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     notice_ms: int | None = None
@@ -196,6 +198,13 @@ class KeeperLink:
         """
         await self._ask(Request(self._take_id(), "cancel", reason=str(reason), detail=detail, notice_ms=notice_ms))
 
+    async def conclude(self, reason: FailReason, *, detail: str = "") -> None:
+        """Tell a renter's keeper that the provider is done with the lease, and will not answer any more.
+
+        Unless everything is here, the lease then fails for `reason`. Returns once that is durable. Idempotent.
+        """
+        await self._ask(Request(self._take_id(), "conclude", reason=str(reason), detail=detail))
+
     async def settle(self) -> None:
         """Say that the accounts are closed: the keeper deletes keys, erases scratch and exits.
 
@@ -248,12 +257,15 @@ class KeeperLink:
                 mailbox.close()
 
 
-async def open_frames(socket_path: str | Path) -> tuple[FrameStream, LinkHello]:
-    """Connect to the keeper that listens at `socket_path`, and hear its hello. Raises LinkError."""
+async def open_frames(socket_path: str | Path, *, starting_s: float = 0.0) -> tuple[FrameStream, LinkHello]:
+    """Connect to the keeper that listens at `socket_path`, and hear its hello. Raises LinkError.
+
+    A keeper that is just being started is waited for: `starting_s` seconds at most.
+    """
+    limit = trio.current_time() + starting_s
     try:
-        with trio.fail_after(LINK_TIMEOUT_S):
-            stream = await trio.open_unix_socket(str(socket_path))
-            frames = FrameStream(stream)
+        with trio.fail_after(starting_s + LINK_TIMEOUT_S):
+            frames = FrameStream(await _open_socket(socket_path, limit))
             hello = await frames.receive(LinkHello)
     except trio.TooSlowError:
         raise LinkError(f"the keeper at {socket_path} does not answer") from None
@@ -268,10 +280,21 @@ async def open_frames(socket_path: str | Path) -> tuple[FrameStream, LinkHello]:
     return frames, hello
 
 
+async def _open_socket(socket_path: str | Path, limit: float) -> trio.SocketStream:
+    while True:
+        try:
+            return await trio.open_unix_socket(str(socket_path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            # Refused: the socket of a keeper that was killed, until its successor puts its own there.
+            if trio.current_time() >= limit:
+                raise
+            await trio.sleep(POLL_S)
+
+
 @asynccontextmanager
-async def connect(socket_path: str | Path) -> AsyncIterator[KeeperLink]:
-    """Open the link to the keeper that listens at `socket_path`. Raises LinkError when none does."""
-    frames, hello = await open_frames(socket_path)
+async def connect(socket_path: str | Path, *, starting_s: float = 0.0) -> AsyncIterator[KeeperLink]:
+    """Open a link to the keeper that listens at `socket_path`, or will within `starting_s`. Raises LinkError."""
+    frames, hello = await open_frames(socket_path, starting_s=starting_s)
     link = KeeperLink(frames, hello)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link._read)

@@ -34,7 +34,6 @@ log = get_logger(__name__)
 
 KEEPER_START_S = 20
 """How long a fresh keeper may take until its socket answers."""
-POLL_S = 0.02
 RESTART_MIN_S = 0.2
 RESTART_MAX_S = 30.0
 
@@ -138,6 +137,12 @@ class Leases:
             raise LinkError("the lease's keeper does not answer right now")
         await live.link.cancel(reason, detail=detail, notice_ms=notice_ms)
 
+    async def conclude(self, live: LiveLease, reason: FailReason, detail: str) -> None:
+        """Tell a renter's keeper that its provider is done with the lease. Raises LinkError."""
+        if live.link is None:
+            raise LinkError("the lease's keeper does not answer right now")
+        await live.link.conclude(reason, detail=detail)
+
     async def settle(self, live: LiveLease) -> None:
         """Tell the keeper that the accounts are closed; it erases and exits. Idempotent."""
         if live.link is not None:
@@ -190,11 +195,7 @@ class Leases:
 
     async def _listen(self, live: LiveLease) -> None:
         socket = self._context.keepers.socket_path(live.row.lease)
-        with trio.move_on_after(KEEPER_START_S):
-            # The socket's appearance can't be waited for portably; inotify would be another dependency.
-            while not await trio.Path(socket).exists():
-                await trio.sleep(POLL_S)
-        async with connect(socket) as link:
+        async with connect(socket, starting_s=KEEPER_START_S) as link:
             live.link, live.problem = link, ""
             try:
                 async with aclosing(link.subscribe()) as statuses:

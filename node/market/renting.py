@@ -17,7 +17,7 @@ from node.market.context import Context
 from node.market.leases import LIVE_STATES, Leases, LeaseState, LiveLease
 from node.market.live_job import ENDED, LEASED, LiveJob, LiveJobs
 from node.market.papers import objection_to_grant, renter_keeper_papers
-from node.market.settling import NOT_YET, entry_of, objection_to, status_on_record
+from node.market.settling import NOT_YET, entry_of, objection_to, reason_without_us, status_on_record
 from node.ports import TaskStatus
 from node.store import LeaseRow, Transaction
 from protocol.envelope import Sealed, open_as_untrusted
@@ -154,7 +154,8 @@ class Renter:
             outcome = status.outcome if status is not None else FailReason.PROVIDER_AWAY.value
             now = self._context.clock.now()
             await self._leases.save(live, state=LeaseState.OVER, outcome=outcome, ended_at=now)
-        if is_over and live.row.state == LeaseState.SETTLED:
+        # A provider that never comes back sends no receipt; one that comes late is judged by what is on record.
+        if is_over and (live.row.state == LeaseState.SETTLED or job is None):
             await self._leases.settle(live)
         if job is None:
             return
@@ -172,6 +173,12 @@ class Renter:
         outcome = (status.outcome or COMPLETED) if status is not None else FailReason.PROVIDER_AWAY.value
         await self._end_surely(job, outcome, status.detail if status is not None else DIRECTORY_GONE)
         self._ending.discard(job.row.id)
+        if live.row.state == LeaseState.SETTLED:
+            return
+        try:
+            await self.observe(live)
+        except NodeError as error:
+            log.info("renting.keeper_not_settled", lease=live.row.lease.hex(), problem=str(error))
 
     async def on_receipt(self, sealed: Sealed[Receipt]) -> ReceiptAcceptance | Refusal:
         """Check a provider's receipt against our keeper's account; accept it, or say why not."""
@@ -184,8 +191,7 @@ class Renter:
             return acceptance
         live = self._leases.live.get(row.lease)
         if live is not None:
-            with trio.move_on_after(LAST_WORD_WAIT_S):
-                await live.wait_for(lambda status: status.phase in OVER_PHASES)
+            await self._hear_last_word(live, receipt)
             await self.observe(live)
             row = live.row
         if row.state not in (LeaseState.OVER, LeaseState.SETTLED):
@@ -200,6 +206,22 @@ class Renter:
             return Refusal(of=sealed.id, reason="disputed", detail=problem)
         await self._accept(sealed, live)
         return acceptance
+
+    async def _hear_last_word(self, live: LiveLease, receipt: Receipt) -> None:
+        """Wait till our keeper knows that the lease is over: from the provider's or, without a tunnel, from us."""
+        with trio.move_on_after(LAST_WORD_WAIT_S):
+            await live.wait_for(lambda status: status.phase in OVER_PHASES)
+        status = live.status
+        if status is None or status.phase in OVER_PHASES or status.connected:
+            return
+        reason, detail = reason_without_us(receipt)
+        try:
+            await self._leases.conclude(live, reason, detail)
+        except NodeError as error:
+            log.info("renting.keeper_not_concluded", lease=live.row.lease.hex(), problem=str(error))
+            return
+        with trio.move_on_after(LAST_WORD_WAIT_S):
+            await live.wait_for(lambda status: status.phase in OVER_PHASES)
 
     async def _accept(self, sealed: Sealed[Receipt], live: LiveLease | None) -> None:
         lease = sealed.record.lease

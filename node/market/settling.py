@@ -14,6 +14,7 @@ from protocol import codec
 from protocol.envelope import Sealed
 from protocol.errors import MalformedRecord
 from protocol.identity import hash_bytes
+from protocol.machines.lease import COMPLETED, FailReason
 from protocol.records import Receipt
 from protocol.units import Price, cost, format_amount
 
@@ -86,11 +87,25 @@ def objection_to(receipt: Receipt, row: LeaseRow, status: LeaseStatus | None, re
         return f"it claims {format_amount(receipt.amount)}, and vouchers for {format_amount(signed)} were signed"
     if receipt.amount > cost_of(row, receipt.metered_ms):
         return "it claims more than its own metered time costs"
+    if status is not None and not status.ended_at:
+        return ""  # we were not there when the job ended: what we have signed bounds it, as we have agreed
     if status is not None and receipt.amount > status.amount + cost_of(row, slack_ms):
-        return f"it claims {format_amount(receipt.amount)}, and {format_amount(status.amount)} are owed by our account"
+        owed = format_amount(status.amount)
+        return f"it claims {format_amount(receipt.amount)}, and {owed} are owed by our account"
     if receipt.metered_ms > metered_ms + slack_ms:
         return f"it claims {receipt.metered_ms} ms of job time, and {metered_ms} ms were metered here"
     return ""
+
+
+def reason_without_us(receipt: Receipt) -> tuple[FailReason, str]:
+    """Return why a lease failed that its provider closed while our keeper was out of reach, and that in words."""
+    closed = "the provider has closed the lease, and keeps nothing of it any more"
+    away = f"this machine was away for longer than the provider waits: {closed}"
+    if receipt.outcome == COMPLETED:
+        return FailReason.RETENTION_PASSED, f"the job ended with exit status {receipt.exit_status}; {away}"
+    known = {str(reason): reason for reason in FailReason}
+    reason = known.get(receipt.outcome, FailReason.PROVIDER_AWAY)
+    return reason, away if reason in (FailReason.RENTER_AWAY, FailReason.RETENTION_PASSED) else closed
 
 
 def cost_of(row: LeaseRow, metered_ms: int) -> int:

@@ -4,7 +4,7 @@
                                                                                      │
     COLLECTING ◀── told: the job is over ────────────────────────────────────────────┘
         │ every output and both logs are here ──▶ SendCollected ──told: COLLECTED──▶ COLLECTED
-        │ told: FAILED, retention passed
+        │ told: FAILED, retention passed, the provider is done before everything is here
         ▼
      FAILED ◀── the provider is away past the lease's end, or the cancelled lease was never connected
     COLLECTED, FAILED ──SettleAsked──▶ SETTLED
@@ -52,6 +52,7 @@ from protocol.machines.renter_lease_types import (
     LogsFetched,
     OutputFetched,
     PeerBroke,
+    ProviderDone,
     RenterLease,
     SendCancel,
     SendCollected,
@@ -146,11 +147,13 @@ def _apply(lease: RenterLease, event: Event, now: int) -> Step:
         case LogsFetched():
             return Step(_with(lease, has_logs=True))
         case FetchFailed(detail):
-            return Step(_with(lease, detail=detail) if lease.phase is LeasePhase.COLLECTING else lease)
+            return Step(_with(lease, waits=detail) if lease.phase is LeasePhase.COLLECTING else lease)
         case CancelAsked(reason, detail):
             return _cancel(lease, reason, detail, now)
         case PeerBroke(detail):
             return _peer_broke(lease, detail, now)
+        case ProviderDone(reason, detail):
+            return _provider_done(lease, reason, detail, now)
         case KeeperRestarted():
             lease = _with(lease, is_connected=False, is_told=False, lost_at=now)
             return Step(lease, (DeleteKeys(), Leave()) if lease.phase is LeasePhase.SETTLED else ())
@@ -236,9 +239,8 @@ def _follow(lease: RenterLease, status: StatusTold, now: int) -> Step:
 
 def _failed(lease: RenterLease, outcome: str, detail: str, now: int) -> RenterLease:
     kept = lease.outcome if lease.outcome not in ("", COMPLETED) else lease.cancel
-    return _with(
-        lease, phase=LeasePhase.FAILED, outcome=kept or outcome, detail=lease.detail or detail, over_at=now
-    )
+    detail = f"{detail}: {lease.waits}" if lease.waits else lease.detail or detail
+    return _with(lease, phase=LeasePhase.FAILED, outcome=kept or outcome, detail=detail, waits="", over_at=now)
 
 
 def _cancel(lease: RenterLease, reason: FailReason, detail: str, now: int) -> Step:
@@ -256,7 +258,7 @@ def _fetched(lease: RenterLease, index: int, manifest: bytes, detail: str) -> St
     if index >= len(outputs) or outputs[index].manifest != manifest:
         raise ValueError(f"output {index} is not what the provider has listed")
     fetched = tuple(sorted({*lease.fetched, index}))
-    return Step(_with(lease, fetched=fetched, detail=detail or lease.detail))
+    return Step(_with(lease, fetched=fetched, waits="", detail=detail or lease.detail))
 
 
 def _peer_broke(lease: RenterLease, detail: str, now: int) -> Step:
@@ -264,6 +266,15 @@ def _peer_broke(lease: RenterLease, detail: str, now: int) -> Step:
     if lease.faults < FAULTS_MAX or lease.phase in OVER_PHASES:
         return Step(lease)
     return Step(_failed(lease, str(FailReason.PEER_FAULT), detail, now))
+
+
+def _provider_done(lease: RenterLease, reason: FailReason, detail: str, now: int) -> Step:
+    if lease.phase in OVER_PHASES:
+        return Step(lease)
+    if lease.phase is LeasePhase.COLLECTING and _has_everything(lease):
+        # It has heard that we have collected everything; only its answer was lost.
+        return Step(_with(lease, phase=LeasePhase.COLLECTED, over_at=now))
+    return Step(_failed(lease, str(reason), detail, now))
 
 
 def _has_everything(lease: RenterLease) -> bool:

@@ -45,6 +45,8 @@ class RenterLease(msgspec.Struct, frozen=True, kw_only=True):
     covers_ms: int = 0
     fetched: tuple[int, ...] = ()
     """Outputs that are verified and in their place, or that don't exist."""
+    waits: str = ""
+    """Why an output can't be stored for now, "" while none was tried in vain."""
     has_logs: bool = False
     """Both logs are here to their end."""
     over_at: int | None = None
@@ -139,6 +141,14 @@ class PeerBroke(msgspec.Struct, frozen=True):
     detail: str
 
 
+class ProviderDone(msgspec.Struct, frozen=True):
+    """The provider has signed that the lease is over: it keeps nothing of it, and answers no tunnel any more."""
+
+    reason: FailReason
+    """Why the lease fails, if anything is missing here."""
+    detail: str = ""
+
+
 class KeeperRestarted(msgspec.Struct, frozen=True):
     """This keeper found a lease that another had begun."""
 
@@ -162,6 +172,7 @@ Event: TypeAlias = (
     | FetchFailed
     | CancelAsked
     | PeerBroke
+    | ProviderDone
     | KeeperRestarted
     | SettleAsked
     | Ticked

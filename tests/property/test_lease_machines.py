@@ -102,6 +102,7 @@ RENTER_EVENTS = st.one_of(
             r.CancelAsked(FailReason.CANCELLED),
             r.CancelAsked(FailReason.PROVIDER_AWAY),
             r.PeerBroke(""),
+            r.ProviderDone(FailReason.RENTER_AWAY),
             r.KeeperRestarted(),
             r.SettleAsked(),
             r.Ticked(),

@@ -1,6 +1,8 @@
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -25,6 +27,7 @@ class OneLease:
             lease=bytes(16), role=Role.PROVIDER, generation=3, sequence=1, phase=LeasePhase.SIGNED
         )
         self.cancels: list[tuple[FailReason, str, int | None]] = []
+        self.concluded: list[tuple[FailReason, str]] = []
         self._news = trio.Event()
 
     def become(self, phase: LeasePhase) -> None:
@@ -42,6 +45,9 @@ class OneLease:
 
     async def cancel(self, reason: FailReason, detail: str, notice_ms: int | None) -> None:
         self.cancels.append((reason, detail, notice_ms))
+
+    async def conclude(self, reason: FailReason, detail: str) -> None:
+        self.concluded.append((reason, detail))
 
     async def settle(self) -> None:
         if self.now.phase is not LeasePhase.COLLECTED:
@@ -65,6 +71,8 @@ async def test_daemon_reads_cancels_and_settles(tmp_path: Path) -> None:
         assert await keeper.status() == lease.now
         await keeper.cancel(FailReason.INTERRUPTED, detail="owner", notice_ms=5)
         assert lease.cancels == [(FailReason.INTERRUPTED, "owner", 5)]
+        await keeper.conclude(FailReason.RENTER_AWAY, detail="it is done")
+        assert lease.concluded == [(FailReason.RENTER_AWAY, "it is done")]
         with pytest.raises(link.LinkError, match="not over"):
             await keeper.settle()
         lease.become(LeasePhase.COLLECTED)
@@ -148,3 +156,32 @@ def test_socket_is_private_and_removed_and_leaves_a_successors_alone(tmp_path: P
     assert names(tmp_path) == []
     with pytest.raises(NodeError, match="longer"), service.bound_socket(tmp_path / ("k" * 100)):
         pass
+
+
+async def test_a_keeper_that_is_being_started_is_waited_for_though_its_predecessor_left_a_socket(
+    tmp_path: Path,
+) -> None:
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "k"))
+    with pytest.raises(link.LinkError, match="refused"):
+        async with link.connect(tmp_path / "k"):
+            pass
+    refused = trio.Event()
+    lease = OneLease()
+
+    async def start() -> None:
+        await refused.wait()
+        async with serving(tmp_path / "k", lease):
+            await trio.sleep_forever()
+
+    async def sleep(seconds: float) -> None:
+        del seconds
+        refused.set()
+        await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(start)
+        with mock.patch.object(link.trio, "sleep", sleep):
+            async with link.connect(tmp_path / "k", starting_s=60) as keeper:
+                assert await keeper.status() == lease.now
+        nursery.cancel_scope.cancel()

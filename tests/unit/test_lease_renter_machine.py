@@ -204,7 +204,7 @@ def test_failed_fetch_is_tried_again_until_retention_has_passed() -> None:
     lease.told(phase=LeasePhase.COLLECTING, outputs=OUTPUTS, kept_until=START + 50_000)
     lease.feed(r.FetchFailed("a waits: the disk is full"))
     assert renter_lease.wanted_output(lease.lease) == 0
-    assert "disk is full" in lease.lease.detail
+    assert "disk is full" in lease.lease.waits
     lease.wait()
     assert lease.lease.outcome == FailReason.COLLECTING_FAILED
     assert lease.now >= START + 50_000
@@ -250,3 +250,36 @@ def test_older_keeper_of_the_provider_is_refused_and_settling_early_too() -> Non
         lease.feed(r.TunnelOpened(1))
     with pytest.raises(IllegalTransition):
         lease.feed(r.SettleAsked())
+
+
+def test_a_provider_that_is_done_ends_what_it_can_not_be_asked_about() -> None:
+    lease = running()
+    lease.feed(r.TunnelLost())
+    lease.feed(r.ProviderDone(FailReason.RENTER_AWAY, "it has closed the lease"))
+    assert (lease.lease.phase, lease.lease.outcome) == (LeasePhase.FAILED, FailReason.RENTER_AWAY)
+    assert lease.lease.detail == "it has closed the lease"
+    lease.feed(r.ProviderDone(FailReason.PROVIDER_AWAY, "said again"))
+    assert lease.lease.outcome == FailReason.RENTER_AWAY
+
+
+def test_everything_that_is_here_is_collected_though_the_providers_answer_was_lost() -> None:
+    lease = running()
+    lease.told(phase=LeasePhase.COLLECTING, metered_ms=10, exit_status=0, after_ms=10, outputs=OUTPUTS[:1])
+    lease.feed(r.FetchFailed("a waits: the disk is full"))
+    assert lease.lease.waits == "a waits: the disk is full"
+    lease.feed(r.OutputFetched(0, b"a" * 32))
+    assert lease.lease.waits == ""
+    lease.feed(r.LogsFetched())
+    lease.feed(r.TunnelLost())
+    lease.feed(r.ProviderDone(FailReason.RETENTION_PASSED, "it has closed the lease"))
+    assert (lease.lease.phase, lease.lease.outcome) == (LeasePhase.COLLECTED, COMPLETED)
+    assert lease.lease.detail == ""
+
+
+def test_what_could_not_be_stored_is_why_a_lease_fails_in_the_end() -> None:
+    lease = running()
+    lease.told(phase=LeasePhase.COLLECTING, metered_ms=10, exit_status=0, after_ms=10, outputs=OUTPUTS[:1])
+    lease.feed(r.FetchFailed("a waits: the disk is full"))
+    lease.feed(r.ProviderDone(FailReason.RETENTION_PASSED, "the results are erased"))
+    assert (lease.lease.phase, lease.lease.outcome) == (LeasePhase.FAILED, FailReason.RETENTION_PASSED)
+    assert lease.lease.detail == "the results are erased: a waits: the disk is full"
