@@ -1,7 +1,8 @@
 """Markets in bad weather: no device is leased twice, no money appears, everybody is served; and it all repeats."""
 
 import pytest
-from support.market_world import Provider, Renter, Weather, World, money_is_conserved, open_world
+from support.market_shells import Provider, Renter, open_world
+from support.market_world import Weather, World, money_is_conserved
 
 from protocol.machines.purchase import Phase
 from protocol.units import MINUTE_MS
