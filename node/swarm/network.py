@@ -21,7 +21,7 @@ from node.ports import ConnectHandler, GossipHandler, Peer, RequestHandler
 from node.swarm.admission import Lasting
 from node.swarm.gossip import Gossip, topic_name
 from node.swarm.greeting import Greeter
-from node.swarm.guards import is_our_bug, tcp_stream
+from node.swarm.guards import Untyped, is_our_bug, tcp_stream
 from node.swarm.hello import AGENT_SIZE_MAX
 from node.swarm.limits import GOSSIP_SIZE_MAX, MESSAGE_SIZE_MAX, SwarmLimits, TokenBucket
 from node.swarm.multiaddrs import Address, parse_multiaddr
@@ -35,6 +35,7 @@ log = get_logger(__name__)
 
 WON_BACK_MAX = 32
 """Lost peers that are dialled again at the same time."""
+OPEN_ATTEMPTS_MAX = 3
 STEADY_S = 60.0
 """A session that lived so long was no part of a series of crashes."""
 
@@ -175,17 +176,7 @@ class SwarmNetwork:
     # --- asking
 
     async def _ask(self, node: NodeId, protocol: str, data: bytes) -> bytes:
-        session = await self._live()
-        await self._reach(session, node)
-        try:
-            stream = await session.open_stream(node, protocol)
-        except PeerRefused:
-            raise
-        except SwarmError:
-            # A connection ended just now, and nothing was sent: once more, on another one.
-            session = await self._live()
-            await self._reach(session, node)
-            stream = await session.open_stream(node, protocol)
+        stream = await self._open_stream(node, protocol)
         try:
             return await ask(stream, data)
         except (StreamReset, EOFError, MalformedRecord) as error:
@@ -196,6 +187,21 @@ class SwarmNetwork:
             raise PeerRefused(f"{peer_id(node)} refused a request {protocol}") from error
         except BaseLibp2pError as error:
             raise SwarmError(f"the connection with {peer_id(node)} broke: {error}") from error
+
+    async def _open_stream(self, node: NodeId, protocol: str) -> Untyped:
+        """Open a stream to `node`; again when its connection ends just then, since nothing was asked yet."""
+        for _ in range(OPEN_ATTEMPTS_MAX - 1):
+            session = await self._live()
+            await self._reach(session, node)
+            try:
+                return await session.open_stream(node, protocol)
+            except PeerRefused:
+                raise
+            except SwarmError as error:
+                log.debug("swarm.stream_failed", peer=peer_id(node), error=str(error))
+        session = await self._live()
+        await self._reach(session, node)
+        return await session.open_stream(node, protocol)
 
     async def _live(self) -> Session:
         """Return the running session; during a restart wait for the next one."""

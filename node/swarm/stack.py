@@ -14,8 +14,8 @@ from libp2p.transport.upgrader import TransportUpgrader
 from node.swarm.guards import Gatekeeper, GuardedMuxer, GuardedSwarm, GuardedTcp, GuardedYamux
 from node.swarm.limits import SwarmLimits
 
-CONNECTIONS_PER_PEER_MAX = 2
-"""Two nodes that dial each other at the same moment end up with two."""
+CONNECTIONS_PER_PEER_MAX = 4
+"""Two nodes that dial each other at the same moment end up with two, while earlier ones may still be ending."""
 _NEGOTIATION_S = 10.0
 
 

@@ -73,9 +73,13 @@ def frame(*messages: rpc_pb2.Message) -> bytes:
     return encoded
 
 
+ORIGINAL = message(b"s" * 32)
+
+
 def changed(**fields: object) -> rpc_pb2.Message:
-    """Return a signed message with some fields changed afterwards."""
-    altered = message(b"s" * 32)
+    """Return the original with some fields changed after it was signed."""
+    altered = rpc_pb2.Message()
+    altered.CopyFrom(ORIGINAL)
     for name, value in fields.items():
         setattr(altered, name, value)
     return altered
@@ -94,9 +98,8 @@ BAD_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_MESSAGES)
-async def test_bad_messages_are_dropped_and_held_against_the_sender(name: str):
-    async with open_node(1) as node, open_stranger() as stranger:
+async def test_bad_messages_are_dropped_and_held_against_the_sender():
+    async with open_node(1, penalty_max=1000.0) as node, open_stranger() as stranger:
         heard: list[bytes] = []
 
         def hear(_: NodeId, data: bytes) -> GossipVerdict:
@@ -105,13 +108,15 @@ async def test_bad_messages_are_dropped_and_held_against_the_sender(name: str):
 
         node.on_gossip("offers", hear)
         muxed = await stranger.join(node.addresses[0], node.node)
-        await stranger.gossip_frame(node.node, frame(BAD_MESSAGES[name]))
-        await wait_until(lambda: node.counters["gossip_malformed"] == 1)
-        assert node._book._penalties[stranger.node][0] >= FAULT_MALFORMED
+        stream = await stranger.stream(node.node, GOSSIP_PROTOCOL)
+        for count, (name, bad) in enumerate(BAD_MESSAGES.items(), 1):
+            await stream.write(encode_uvarint(len(frame(bad))) + frame(bad))
+            await wait_until(lambda count=count: node.counters["gossip_malformed"] == count)
+            assert node._book._penalties[stranger.node][0] >= count * (FAULT_MALFORMED - 1), name
         # The original of a copy with a bad signature still comes through.
-        await stranger.gossip_frame(node.node, frame(message(b"s" * 32, b"good")))
+        await stream.write(encode_uvarint(len(frame(ORIGINAL))) + frame(ORIGINAL))
         await wait_until(lambda: heard)
-        assert heard == [b"good"]
+        assert heard == [b"x"]
         assert not is_dead(muxed)
 
 
@@ -123,17 +128,16 @@ BAD_FRAMES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_FRAMES)
-async def test_malformed_frames_end_one_stream_then_the_peer(name: str):
+async def test_malformed_frames_end_one_stream_then_the_peer():
     async with open_node(1) as node, open_stranger() as stranger:
         node.on_request("trade/1", echo)
         node.on_gossip("offers", accept)
         muxed = await stranger.join(node.addresses[0], node.node)
-        for count in range(1, 6):
-            if is_dead(muxed):
-                break
+        frames = [*BAD_FRAMES.values(), BAD_FRAMES["no protobuf"]]
+        for count, bad in enumerate(frames, 1):
+            assert not is_dead(muxed)
             stream = await stranger.stream(node.node, GOSSIP_PROTOCOL)
-            await stream.write(BAD_FRAMES[name])
+            await stream.write(bad)
             await wait_until(lambda count=count: node.counters["gossip_malformed"] == count)
         await wait_until(lambda: is_dead(muxed))
         assert node.counters["peers_banned"] == 1
@@ -437,14 +441,18 @@ async def test_random_yamux_frames_leave_the_node_serving():
 
 
 async def test_too_many_open_streams_are_refused():
-    async with open_node(1, streams_per_peer=4, penalty_max=2.0) as node, open_stranger() as stranger:
+    async with open_node(1, streams_per_peer=4) as node, open_stranger() as stranger:
         node.on_request("trade/1", echo)
         node.on_gossip("offers", accept)
-        muxed = await stranger.join(node.addresses[0], node.node)
-        with pytest.raises(Exception):  # noqa: B017 - libp2p raises what it likes on a reset stream
-            for _ in range(30):
-                await stranger.stream(node.node, "/gpunode/trade/1")
-        await wait_until(lambda: node._book._penalties.get(stranger.node) or is_dead(muxed))
+        await stranger.join(node.addresses[0], node.node)
+        session = node._session
+        assert session is not None
+        await wait_until(lambda: not session._streams)
+        for _ in range(10):
+            # Silent: each waits for its negotiation.
+            await stranger.host.get_network().new_stream(peer_of(node.node))
+        await wait_until(lambda: node._book._penalties.get(stranger.node))
+        assert session._streams == {id_bytes(stranger.node): 4}
         await assert_serves(node)
 
 
@@ -502,5 +510,6 @@ async def test_our_own_assertions_are_not_swallowed():
             await friend.connect(node.addresses[0])
             with pytest.raises((PeerRefused, SwarmError)):
                 await friend.request(node.node, "broken/1", b"x")
-            await trio.sleep_forever()
+            with trio.move_on_after(20):  # the crash ends this block
+                await trio.sleep_forever()
     assert caught.group_contains(AssertionError, match="our bug")

@@ -19,6 +19,7 @@ from support.swarm_nodes import (
     is_dead,
     open_node,
     open_stranger,
+    peer_of,
     wait_until,
 )
 
@@ -164,6 +165,9 @@ async def test_before_the_hello_nothing_is_answered_heard_or_sent():
 
         stranger.host.set_stream_handler(GOSSIP_PROTOCOL, on_gossip_stream)
         muxed = await stranger.dial(node.addresses[0])
+        session = node._session
+        assert session is not None
+        session.pubsub.admit(peer_of(stranger.node))  # whatever makes libp2p want to register it
         rpc = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=b"x", topicIDs=["offers"])])
         await stranger.gossip_frame(node.node, rpc.SerializeToString())
         streams = [await stranger.stream(node.node, protocol) for protocol in ("/gpunode/trade/1", IDENTIFY)]
@@ -173,6 +177,7 @@ async def test_before_the_hello_nothing_is_answered_heard_or_sent():
             with pytest.raises(Exception):  # noqa: B017 - libp2p raises what it likes on a dead stream
                 assert not await stream.read(64)
                 raise EOFError
+        assert await session.wait_admitted(peer_of(stranger.node)) is None
         await wait_until(lambda: is_dead(muxed))
         assert (asked, heard, received) == ([], [], [])
 
