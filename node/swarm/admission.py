@@ -78,7 +78,8 @@ class Admission:
             else:
                 return
         self._lasting.counters["hellos_failed"] += 1
-        state.cut_reason = state.cut_reason or reason
+        if not state.admitted.is_set():
+            state.cut_reason = state.cut_reason or reason
         conn.muxed_conn.cut()
 
     async def _greet(self, conn: Untyped, state: PeerState) -> None:

@@ -212,7 +212,8 @@ class BoundedTcpStream(TrioTCPStream):
             name = self.stream.socket.getpeername()
         except OSError:
             return None
-        return str(name[0]), int(name[1])
+        # A socket that takes both families shows IPv4 peers as ::ffff:192.0.2.1, and link-local ones with a scope.
+        return str(name[0]).partition("%")[0].removeprefix("::ffff:"), int(name[1])
 
 
 class GuardedTcp(TCP):

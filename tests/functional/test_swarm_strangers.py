@@ -145,7 +145,7 @@ async def test_a_listener_that_never_answers_the_hello_is_given_up():
 
 
 async def test_before_the_hello_nothing_is_answered_heard_or_sent():
-    async with open_node(1, hello_timeout_ms=1000) as node, open_stranger() as stranger:
+    async with open_node(1, hello_timeout_ms=2000) as node, open_stranger() as stranger:
         asked, heard = [], []
 
         async def handler(_: NodeId, data: bytes) -> bytes:

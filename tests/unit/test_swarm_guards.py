@@ -45,6 +45,8 @@ from node.swarm.guards import (
 from node.swarm.limits import SwarmLimits
 from protocol.identity import NodeId, network_id, peer_id
 
+ORIGINAL_RELEASE = inspect.getattr_static(yamux.YamuxStream, "_auto_tune_and_send_window_update")
+
 
 def test_the_pinned_version_is_installed():
     assert version("libp2p") == "0.8.1"
@@ -60,7 +62,25 @@ def test_private_names_exist(owner: str, name: str):
     assert hasattr(holder, name)
 
 
-GUARDED = [GuardedHost, GuardedMuxer, GuardedSwarm, GuardedTcp, GuardedYamux, GuardedPubsub, GuardedRouter]
+GUARDED = [
+    guards.BoundedTcpStream,
+    GuardedHost,
+    GuardedMuxer,
+    GuardedSwarm,
+    GuardedTcp,
+    GuardedYamux,
+    GuardedPubsub,
+    GuardedRouter,
+]
+    guards.BoundedTcpStream,
+    GuardedHost,
+    GuardedMuxer,
+    GuardedSwarm,
+    GuardedTcp,
+    GuardedYamux,
+    GuardedPubsub,
+    GuardedRouter,
+]
 
 
 @pytest.mark.parametrize("guarded", GUARDED, ids=lambda guarded: guarded.__name__)
@@ -141,6 +161,7 @@ async def test_the_tcp_stream_below_a_connection_is_found():
 
 
 async def test_windows_are_bounded_and_released_in_large_steps():
+    assert list(inspect.signature(ORIGINAL_RELEASE).parameters) == ["self", "bytes_read"]
     guards.tame_library()
     assert yamux.MAX_WINDOW_SIZE == guards.WINDOW_MAX == yamux.DEFAULT_WINDOW_SIZE
     stream = yamux.YamuxStream(1, yamux.Yamux(Session(), ID(b"x"), is_initiator=True), True)
