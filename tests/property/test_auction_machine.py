@@ -382,6 +382,6 @@ class AuctionMachine(RuleBasedStateMachine):
 
 
 AuctionMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_an_auction_in_any_order = AuctionMachine.TestCase

@@ -1,7 +1,7 @@
 """The world of simulated markets: a virtual clock, wires that fail, and the books of who has what; from one seed.
 
 It loses, doubles, delays and reorders what nodes say, and cuts their power. At every grant it looks whether a
-device is leased twice. Every step is a line of the trace; `digest` is its hash. Refuses real time, randomness and IO.
+device is leased twice. Every step is a line of the trace; `digest` is its hash. Refuses real time, chance and IO.
 """
 
 import heapq
