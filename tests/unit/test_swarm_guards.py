@@ -72,15 +72,6 @@ GUARDED = [
     GuardedPubsub,
     GuardedRouter,
 ]
-    guards.BoundedTcpStream,
-    GuardedHost,
-    GuardedMuxer,
-    GuardedSwarm,
-    GuardedTcp,
-    GuardedYamux,
-    GuardedPubsub,
-    GuardedRouter,
-]
 
 
 @pytest.mark.parametrize("guarded", GUARDED, ids=lambda guarded: guarded.__name__)
