@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 
 TaskStatus: TypeAlias = Any
-"""What `trio.Nursery.start` hands in: `trio.TaskStatus`, which the outdated stubs of a dependency hide from mypy."""
+"""What `trio.Nursery.start` hands in: `trio.TaskStatus`, which outdated stubs of a dependency hide from mypy."""
 
 
 # --- swarm --------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from node.ports import TaskStatus
 from node.store import JobRow, LeaseRow, OutboxRow, RecordRow, Transaction
 from protocol import codec
 from protocol.envelope import Sealed, open_as_untrusted
+from protocol.identity import NodeId
 from protocol.machines import purchase as machine
 from protocol.machines.purchase import Phase, Purchase
 from protocol.matching import Candidate, match
@@ -35,7 +36,8 @@ from protocol.units import format_duration, format_price
 
 log = get_logger(__name__)
 
-COUNTERSIGNATURE_LIFETIME_MS = 3_000
+COUNTERSIGNATURE_LIFETIME_MS = machine.GRANT_MS
+"""As long as its purchase waits: a provider that is restarted meanwhile says whether it has taken it."""
 JOBS_MAX = 1000
 """Most unfinished jobs of this daemon."""
 BURST_S = 0.05
@@ -254,6 +256,12 @@ class Buyer:
                 lease = await self._context.store.transaction(partial(_lease_of, bid.lease))
                 if lease is not None and lease.countersignature_id == row.record_id:
                     await self._step(job, machine.CountersignatureRefused(bid.lease, detail))
+
+    async def on_connect(self, provider: NodeId) -> None:
+        """Bid again on the offers of a provider that was silent and has just connected."""
+        for job in list(self._jobs.by_id.values()):
+            if job.purchase.rests:
+                await self._step(job, machine.ProviderReached(provider))
 
     async def on_rejection(self, sealed: Sealed[BidRejected]) -> None:
         """Take a rejection of a bid of ours: at once, or after its batch."""

@@ -16,6 +16,7 @@ import trio
 from node.config import LendSettings, TunnelSettings
 from node.errors import NodeError, StoreError
 from node.lease.files import LeasedDevice, LeaseFile, LeaseKeys, ProviderSide, Role
+from node.lease.link import LinkError
 from node.log import get_logger
 from node.market.auctions import ListingAuction
 from node.market.context import Context
@@ -29,7 +30,7 @@ from protocol.envelope import open_as_untrusted
 from protocol.errors import WrongKind
 from protocol.machines.auction_types import KeeperFailed, KeeperReady, LeaseEnded
 from protocol.machines.lease import AFTER_JOB_PHASES, OVER_PHASES, FailReason
-from protocol.records import Award, Bid, Receipt, ReceiptAcceptance, Refusal
+from protocol.records import Award, Bid, Grant, GrantDelivery, Receipt, ReceiptAcceptance, Refusal
 from protocol.records.lease import CommittedTerms, grant_commitment
 from protocol.units import DAY_MS
 
@@ -198,6 +199,24 @@ class Lender:
         hosts = self._tunnel.advertise or _hosts_of(self._context.network.addresses)
         port = live.status.port
         return live.row.salt, tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)[:8]
+
+    async def on_grant_answer(self, row: OutboxRow, answer: Answer) -> None:
+        """Take the renter's answer to a grant: who does not want it any more need not hold our devices."""
+        if isinstance(answer, Undelivered) or not isinstance(answer.record, Refusal):
+            return
+        network = self._context.network_id
+        delivery = open_as_untrusted(row.data, GrantDelivery, network).record
+        lease = open_as_untrusted(delivery.grant, Grant, network).record.lease
+        reason, detail = answer.record.reason, answer.record.detail
+        log.info("lending.grant_refused", lease=lease.hex(), reason=reason, detail=detail)
+        live = self._leases.live.get(lease)
+        if live is None or live.row.peer != row.peer:
+            return
+        try:
+            await self._leases.cancel(lease, FailReason.CANCELLED, f"the renter refused the grant: {reason}")
+        except LinkError as error:
+            # It ends by itself when nobody connects.
+            log.info("lending.refused_not_ended", lease=lease.hex(), problem=str(error))
 
     # --- the lease's end ------------------------------------------------------------------------------------
 

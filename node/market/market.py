@@ -143,6 +143,7 @@ class Market:
     async def _on_connect(self, peer: NodeId) -> None:
         self.outbox.wake(peer)
         try:
+            await self.buyer.on_connect(peer)
             await self.recollection.ask(peer)
         except NodeError as error:
             log.error("market.not_recollected", peer=peer.hex(), problem=str(error))
@@ -159,6 +160,8 @@ class Market:
             await self.buyer.on_answer(row, answer)
         elif row.kind == "receipt":
             await self.seller.lender.on_receipt_answer(row, answer)
+        elif row.kind == "grant_delivery":
+            await self.seller.lender.on_grant_answer(row, answer)
         elif isinstance(answer, Sealed) and isinstance(answer.record, Refusal):
             log.info("market.refused", kind=row.kind, reason=answer.record.reason)
 

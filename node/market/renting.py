@@ -194,7 +194,7 @@ class Renter:
             await self._hear_last_word(live, receipt)
             await self.observe(live)
             row = live.row
-        if row.state not in (LeaseState.OVER, LeaseState.SETTLED):
+        if row.state not in (LeaseState.OVER, LeaseState.SETTLED) and not self._was_given_up(row):
             return Refusal(of=sealed.id, reason=NOT_YET, detail="our keeper has not said its last word")
         status = live.status if live is not None else None
         status = status or status_on_record(row)
@@ -222,6 +222,12 @@ class Renter:
             return
         with trio.move_on_after(LAST_WORD_WAIT_S):
             await live.wait_for(lambda status: status.phase in OVER_PHASES)
+
+    def _was_given_up(self, row: LeaseRow) -> bool:
+        """Return whether a lease was countersigned, and its job did not wait for the grant: it can owe nothing."""
+        job = self._jobs.by_id.get(row.job_id)
+        bid = job.purchase.bid if job is not None else None
+        return row.state == LeaseState.COUNTERSIGNED and (bid is None or bid.lease != row.lease)
 
     async def _accept(self, sealed: Sealed[Receipt], live: LiveLease | None) -> None:
         lease = sealed.record.lease

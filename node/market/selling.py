@@ -38,6 +38,7 @@ from protocol.machines.auction_types import (
     OfferRefreshed,
     PauseChanged,
     Repriced,
+    Resumed,
     Unit,
     free_units,
 )
@@ -128,7 +129,9 @@ class Seller:
                 if broken:
                     raise StoreError(f"the stored auction of {row.name} is broken: {broken}")
                 self.newest_known_sequence = max(self.newest_known_sequence, auction.sequence)
-                self._adopt_auction(ListingAuction(self._context, self._outbox, auction, self._hooks))
+                desk = ListingAuction(self._context, self._outbox, auction, self._hooks)
+                await desk.apply(Resumed())
+                self._adopt_auction(desk)
             # The devices first: a lease that waits for its keeper needs to know its own.
             await self.refresh()
             await nursery.start(self.lender.run)

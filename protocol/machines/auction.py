@@ -3,12 +3,13 @@
       bid ─▶ batch ─(tick)─▶ ranked ─▶ HELD ─(countersigned)─▶ GRANTING ─(keeper ready)─▶ LEASED ─(ended)─▶ free
         │                       │        │ lapsed: runner-up      │ keeper failed: free
         ▼                       ▼        ▼ promoted, same price   ▼ no entry in the chain
-     rejected            lost_lottery   backoff            provider_failed
+     rejected            lost_lottery   hold_lapsed        provider_failed
 
 Rules. A unit (device) is in at most one hold or lease. A bid is served at min(its price, the clock at its
 receipt). Nothing is lifted before a countersignature. A grant continues each device's chain by exactly one
 entry, and so does its release. One hold per renter and per address prefix. When a batch asks for more than
-there is, the order is H(secret, batch, renter), the secret is revealed in the transcript and replaced.
+there is, the order is H(secret, batch, renter), the secret is revealed in the transcript and replaced. Who lets a
+hold lapse is told so, and passed over for a while; but not for what lapsed while the provider itself was away.
 
 Refuses to sign, to send, to read a clock or to draw randomness: those come in events and go out as effects.
 """
@@ -43,6 +44,7 @@ from protocol.machines.auction_types import (
     RefuseCountersignature,
     Reject,
     Repriced,
+    Resumed,
     SendGrant,
     SendRelease,
     SoldLease,
@@ -59,8 +61,9 @@ from protocol.records import BidAck, ChainEntry, Grant, RejectReason, Release
 from protocol.units import Millis, Price
 
 RECENT_OFFERS_MAX = 16
-BACKOFF_BASE_MS = 5_000
-BACKOFF_DOUBLINGS_MAX = 7
+BACKOFF_BASE_MS = 1_000
+"""For the first lapse, which a restart or a lost connection of an honest renter explains."""
+BACKOFF_DOUBLINGS_MAX = 9
 LAPSES_MAX = 256
 """Most renters remembered for having let a hold lapse."""
 
@@ -95,6 +98,8 @@ def step(auction: Auction, event: AuctionEvent, now: Millis) -> AuctionStep:
             return auction, (WithdrawOffer(),) if paused else publishing(auction)
         case OfferRefreshed():
             return auction, publishing(auction)
+        case Resumed():
+            return _resumed(auction, now)
         case OfferSigned(offer_id, sequence):
             recent = (offer_id, *auction.recent_offers)[:RECENT_OFFERS_MAX]
             return msgspec.structs.replace(auction, recent_offers=recent, sequence=sequence), ()
@@ -145,13 +150,38 @@ def _lapse_holds(auction: Auction, now: Millis) -> AuctionStep:
         return auction, ()
     effects: list[AuctionEffect] = []
     for hold in lapsed:
+        lapses = _with_lapse(auction.lapses, hold.renter, now)
         auction = msgspec.structs.replace(
-            auction,
-            holds=tuple(other for other in auction.holds if other.lease != hold.lease),
-            lapses=_with_lapse(auction.lapses, hold.renter, now),
+            auction, holds=tuple(other for other in auction.holds if other.lease != hold.lease), lapses=lapses
+        )
+        rejection = auction.rejection(
+            hold.bid_id,
+            RejectReason.HOLD_LAPSED,
+            now,
+            detail="the award was not countersigned in time",
+            retry_at=lapses[0].blocked_until,
         )
         auction, promoted = promote_runners_up(auction, now)
-        effects.extend((ForgetLease(hold.lease), *promoted))
+        effects.extend((ForgetLease(hold.lease), Reject(hold.renter, rejection), *promoted))
+    return auction, tuple(effects)
+
+
+def _resumed(auction: Auction, now: Millis) -> AuctionStep:
+    """Let everybody bid again whose time came meanwhile: an award made now could reach nobody in time."""
+    lapsed = [hold for hold in auction.holds if now >= hold.lapses_at]
+    told = [(hold.renter, hold.bid_id) for hold in lapsed]
+    auction = msgspec.structs.replace(auction, holds=tuple(hold for hold in auction.holds if hold not in lapsed))
+    if lapsed:
+        told += [(bid.renter, bid.bid_id) for group in auction.runners_up for bid in group.bids]
+        auction = msgspec.structs.replace(auction, runners_up=())
+    if auction.batch is not None and now >= auction.batch.closes_at:
+        told += [(bid.renter, bid.bid_id) for bid in auction.batch.bids]
+        auction = msgspec.structs.replace(auction, batch=None)
+    detail = "the provider was restarted meanwhile"
+    effects: list[AuctionEffect] = [ForgetLease(hold.lease) for hold in lapsed]
+    for renter, bid_id in told:
+        rejection = auction.rejection(bid_id, RejectReason.PROVIDER_FAILED, now, detail=detail, retry_at=now)
+        effects.append(Reject(renter, rejection))
     return auction, tuple(effects)
 
 

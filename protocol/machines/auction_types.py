@@ -261,6 +261,10 @@ class OfferRefreshed(msgspec.Struct, frozen=True):
     """The offer is about to expire."""
 
 
+class Resumed(msgspec.Struct, frozen=True):
+    """The provider's daemon was away until now: renters could reach nobody, and may have heard nothing."""
+
+
 class OfferSigned(msgspec.Struct, frozen=True):
     """The shell signed the offer that `PublishOffer` asked for."""
 
@@ -286,6 +290,7 @@ AuctionEvent: TypeAlias = (
     | ListingChanged
     | PauseChanged
     | OfferRefreshed
+    | Resumed
     | OfferSigned
     | EpochOpened
 )

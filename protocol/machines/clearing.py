@@ -144,7 +144,7 @@ def _unserved(auction: Auction, event: BidReceived, transcript: Transcript | Non
     elif event.bid.expires_at <= now:
         detail = "the bid expired while it waited"
         rejection = auction.rejection(
-            event.bid_id, RejectReason.EXPIRED, now, detail=detail, transcript=transcript
+            event.bid_id, RejectReason.EXPIRED, now, detail=detail, retry_at=now, transcript=transcript
         )
     else:
         rejection = auction.rejection(

@@ -26,7 +26,7 @@ be promoted until then, and who lets such an award lapse is not let in again for
 GRANT_MS = 20_000
 """How long a countersigned award waits for its grant: the provider starts a keeper in between."""
 REST_MS = 30_000
-"""How long a provider that did not answer is passed over."""
+"""How long a provider that did not answer is passed over, unless it connects before: it was restarted, say."""
 STALE_REST_MS = 1_000
 """How long a listing is passed over whose newer offer has not arrived yet."""
 RETRY_MIN_MS = 200
@@ -70,6 +70,8 @@ class Rest(msgspec.Struct, frozen=True):
     reason: str
     offer_id: bytes | None = None
     """The offer that had nothing left: a newer one of the listing is bid on at once. None: any offer rests."""
+    until_reached: bool = False
+    """Whether the provider was silent: it is bid on again as soon as it connects."""
 
 
 class OpenBid(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +153,12 @@ class CountersignatureRefused(msgspec.Struct, frozen=True):
     detail: str
 
 
+class ProviderReached(msgspec.Struct, frozen=True):
+    """The provider has just connected."""
+
+    provider: bytes
+
+
 class TimePassed(msgspec.Struct, frozen=True):
     """It is `deadline` or later."""
 
@@ -167,6 +175,7 @@ PurchaseEvent: TypeAlias = (
     | AwardReceived
     | GrantReceived
     | CountersignatureRefused
+    | ProviderReached
     | TimePassed
     | Cancelled
 )
@@ -234,6 +243,8 @@ def step(purchase: Purchase, event: PurchaseEvent, now: Millis) -> PurchaseStep:
             if purchase.phase is not Phase.COUNTERSIGNED or purchase.bid is None or purchase.bid.lease != lease:
                 return purchase, ()
             return _seek_again(purchase, now, RETRY_MIN_MS, detail)
+        case ProviderReached(provider):
+            return _reached(purchase, provider)
         case TimePassed():
             return _time_passed(purchase, now)
         case Cancelled():
@@ -284,17 +295,17 @@ def _bid_failed(purchase: Purchase, event: BidFailed, now: Millis) -> PurchaseSt
     ):
         return purchase, ()
     if event.reason is None:
-        rest_ms = REST_MS
-    elif event.reason is RejectReason.STALE_OFFER:
+        return _seek_again(purchase, now, REST_MS, event.detail, until_reached=True)
+    if event.reason is RejectReason.STALE_OFFER:
         rest_ms = STALE_REST_MS
-    elif event.reason is RejectReason.HOLD_LAPSED:
-        rest_ms = RETRY_MIN_MS
     elif event.retry_in_ms is not None:
         rest_ms = min(max(RETRY_MIN_MS, event.retry_in_ms), 3_600_000)
+    elif event.reason is RejectReason.HOLD_LAPSED:
+        rest_ms = RETRY_MIN_MS
     else:
         rest_ms = REST_MS
-    why = event.detail if event.reason is None else f"{event.reason.value}: {event.detail}"
-    return _seek_again(purchase, now, rest_ms, why.rstrip(": "), until_restocked=event.reason in STOCK_REASONS)
+    why = f"{event.reason.value}: {event.detail}".rstrip(": ")
+    return _seek_again(purchase, now, rest_ms, why, until_restocked=event.reason in STOCK_REASONS)
 
 
 def _awarded(purchase: Purchase, event: AwardReceived, now: Millis) -> PurchaseStep:
@@ -325,6 +336,16 @@ def _granted(purchase: Purchase, lease: bytes) -> PurchaseStep:
     return msgspec.structs.replace(purchase, phase=Phase.GRANTED, deadline=None, note=""), (StartLease(bid),)
 
 
+def _reached(purchase: Purchase, provider: bytes) -> PurchaseStep:
+    rests = tuple(rest for rest in purchase.rests if not (rest.until_reached and rest.provider == provider))
+    if rests == purchase.rests:
+        return purchase, ()
+    purchase = msgspec.structs.replace(purchase, rests=rests)
+    if purchase.phase is not Phase.SEEKING:
+        return purchase, ()
+    return msgspec.structs.replace(purchase, deadline=None), (Seek(),)
+
+
 def _time_passed(purchase: Purchase, now: Millis) -> PurchaseStep:
     if purchase.deadline is None or now < purchase.deadline:
         return purchase, ()
@@ -332,11 +353,13 @@ def _time_passed(purchase: Purchase, now: Millis) -> PurchaseStep:
         case Phase.SEEKING:
             return msgspec.structs.replace(purchase, deadline=None), (Seek(),)
         case Phase.BIDDING:
-            return _seek_again(purchase, now, REST_MS, "the provider did not answer the bid")
+            return _seek_again(purchase, now, REST_MS, "the provider did not answer the bid", until_reached=True)
         case Phase.WAITING:
             return _seek_again(purchase, now, RETRY_MIN_MS, "the provider's batch closed without an answer")
         case Phase.COUNTERSIGNED:
-            return _seek_again(purchase, now, REST_MS, "the provider did not grant the lease in time")
+            return _seek_again(
+                purchase, now, REST_MS, "the provider did not grant the lease in time", until_reached=True
+            )
         case Phase.GRANTED | Phase.CANCELLED:
             return purchase, ()
         case _:
@@ -344,14 +367,20 @@ def _time_passed(purchase: Purchase, now: Millis) -> PurchaseStep:
 
 
 def _seek_again(
-    purchase: Purchase, now: Millis, rest_ms: int, note: str, *, until_restocked: bool = False
+    purchase: Purchase,
+    now: Millis,
+    rest_ms: int,
+    note: str,
+    *,
+    until_restocked: bool = False,
+    until_reached: bool = False,
 ) -> PurchaseStep:
     bid = purchase.bid
     rests = purchase.rests
     note = note[:NOTE_SIZE_MAX]
     if bid is not None:
         offer_id = bid.offer_id if until_restocked else None
-        rest = Rest(bid.provider, bid.listing, Millis(now + rest_ms), note, offer_id)
+        rest = Rest(bid.provider, bid.listing, Millis(now + rest_ms), note, offer_id, until_reached)
         kept = tuple(other for other in rests if (other.provider, other.listing) != (bid.provider, bid.listing))
         rests = (rest, *kept)[:RESTS_MAX]
     seeking = msgspec.structs.replace(

@@ -36,6 +36,7 @@ from protocol.machines.auction_types import (
     RefuseCountersignature,
     Reject,
     Repriced,
+    Resumed,
     SendAward,
     SendGrant,
     SendRelease,
@@ -127,8 +128,8 @@ class AuctionMachine(RuleBasedStateMachine):
                 assert rejection.price_now == clock_price(self.table.auction.curve, self.table.now)
                 assert rejection.retry_at is None or rejection.retry_at >= self.table.now
                 self.check_transcript(rejection.transcript)
-                if rejection.reason is RejectReason.PROVIDER_FAILED:
-                    assert self.told[rejection.bid_id] == ["award"]
+                if self.told.get(rejection.bid_id) == ["award"]:
+                    assert rejection.reason in (RejectReason.PROVIDER_FAILED, RejectReason.HOLD_LAPSED)
                 elif rejection.bid_id in self.told:
                     self.told[rejection.bid_id].append(rejection.reason)
             case StartKeeper(lease):
@@ -333,6 +334,15 @@ class AuctionMachine(RuleBasedStateMachine):
         self.table.wait(away_ms)
         self.apply(TimeReached(hash_bytes(b"paused" + self.serial.to_bytes(8, "big"))))
         self.apply(PauseChanged(paused=False))
+
+    @rule(away_ms=st.sampled_from([100, 3 * SECOND_MS]))
+    def restart(self, away_ms: int) -> None:
+        self.table.wait(away_ms)
+        blamed = self.table.auction.lapses
+        self.apply(Resumed())
+        assert self.table.auction.lapses == blamed
+        at = next_time(self.table.auction)
+        assert at is None or at > self.table.now
 
     @rule()
     def refresh(self) -> None:

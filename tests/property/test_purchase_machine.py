@@ -27,6 +27,7 @@ from protocol.machines.purchase import (
     OpenBid,
     Phase,
     PlaceBid,
+    ProviderReached,
     Purchase,
     PurchaseEvent,
     RefuseAward,
@@ -161,6 +162,14 @@ class PurchaseMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def refuse_countersignature(self, data: st.DataObject) -> None:
         self.apply(CountersignatureRefused(self.any_bid(data).lease, "the hold had lapsed"))
+
+    @rule(provider=st.sampled_from(PROVIDERS))
+    def reach(self, provider: bytes) -> None:
+        before = self.purchase
+        effects = self.apply(ProviderReached(provider))
+        assert effects in ((), (Seek(),))
+        assert (self.purchase.phase, self.purchase.bid) == (before.phase, before.bid)
+        assert {rest.provider for rest in before.rests if rest not in self.purchase.rests} <= {provider}
 
     @rule(sure=st.integers(0, 19).map(lambda drawn: drawn == 0))
     def cancel(self, sure: bool) -> None:

@@ -38,19 +38,21 @@ T = TypeVar("T")
 
 
 class HandRenter:
-    """A renter without a daemon: the test writes its records by hand. It acknowledges every letter."""
+    """A renter without a daemon: the test writes its records by hand. It acknowledges what `answers` does not."""
 
     def __init__(self, hub: MemoryHub, person: int) -> None:
         self.signer: SeededSigner = signer(person)
         self.network: MemoryNetwork = hub.join(self.signer.node)
         self.letters: list[Sealed[Any]] = []
+        self.answers: dict[type[Any], Callable[[Sealed[Any]], Any]] = {}
         self.network.on_request(TRADE_PROTOCOL, self._on_letter)
 
     async def _on_letter(self, _: NodeId, data: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
         letter = open_untrusted(data, NETWORK)
         self.letters.append(letter)
-        return seal(Ack(of=letter.id), self.signer, NETWORK).data
+        answer = self.answers.get(type(letter.record), lambda it: Ack(of=it.id))(letter)
+        return seal(answer, self.signer, NETWORK).data
 
     def of(self, kind: type[T]) -> list[Sealed[T]]:
         """Return the letters of a kind so far."""

@@ -90,13 +90,13 @@ class MemoryHub:
         return network
 
     def crash(self, node: NodeId) -> None:
-        """End `node` at once: handlers are cancelled, connections gone, what was under way to it is lost."""
+        """End `node` at once, as its kernel would: handlers are cancelled, and peers notice that it is gone."""
         network = self.nodes.pop(node)
         network.cancel_tasks()
         for other in list(network.connected):
             network.connected.discard(other)
             if other in self.nodes:
-                self.nodes[other].connected.discard(node)
+                self.nodes[other].lose(node)
 
     def connect(self, one: NodeId, other: NodeId) -> None:
         """Connect two nodes, as if `one` had dialled; their `on_connect` handlers run. Idempotent."""
@@ -183,6 +183,8 @@ class MemoryNetwork:
         self._seen: set[tuple[NodeId, int]] = set()
         self._published = 0
         self._scopes: set[trio.CancelScope] = set()
+        self._lost: dict[NodeId, trio.Event] = {}
+        """Set when the connection ends."""
 
     @property
     def node(self) -> NodeId:
@@ -211,10 +213,16 @@ class MemoryNetwork:
     def add_connection(self, other: NodeId, *, inbound: bool) -> None:
         """Record a connection and tell the handlers."""
         self.connected.add(other)
+        self._lost[other] = trio.Event()
         self._inbound[other] = inbound
         self._addresses.add(other)
         for handler in self._connects:
             self.hub.start(self, partial(handler, other))
+
+    def lose(self, other: NodeId) -> None:
+        """Record the end of a connection: requests on it fail at once."""
+        self.connected.discard(other)
+        self._lost[other].set()
 
     async def publish(self, topic: str, data: bytes) -> None:
         """Gossip `data` to the connected peers."""
@@ -252,7 +260,7 @@ class MemoryNetwork:
             if node not in self._addresses:
                 raise SwarmError(f"no address known for {peer_id(node)}")
             await self.connect(f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id(node)}")
-        answered = trio.Event()
+        answered, lost = trio.Event(), self._lost[node]
         replies: list[bytes | None] = []
 
         def reply(data: bytes | None) -> None:
@@ -265,7 +273,9 @@ class MemoryNetwork:
         caller = self._node
         self.hub.send("request", caller, node, lambda target: target._answer(caller, name, data, reply))
         with trio.move_on_after(timeout_ms / 1000):
-            await answered.wait()
+            await _first_of(answered, lost)
+            if not replies:
+                raise SwarmError(f"the connection with {peer_id(node)} was lost")
             if replies[0] is None:
                 raise PeerRefused(f"{peer_id(node)} refused a request {name}")
             return replies[0]
@@ -328,3 +338,15 @@ class MemoryNetwork:
             reply(answer)
 
         self.hub.start(self, run)
+
+
+async def _first_of(*events: trio.Event) -> None:
+    """Wait for any of the events."""
+    async with trio.open_nursery() as nursery:
+
+        async def wait(event: trio.Event) -> None:
+            await event.wait()
+            nursery.cancel_scope.cancel()
+
+        for event in events:
+            nursery.start_soon(wait, event)

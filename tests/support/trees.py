@@ -132,7 +132,7 @@ def udp_ports_of(pids: set[int]) -> set[int]:
         with contextlib.suppress(OSError):
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    target = os.readlink(descriptor)
+                    target = str(descriptor.readlink())
                     if target.startswith("socket:["):
                         inodes.add(target[8:-1])
     ports = set()

@@ -38,6 +38,7 @@ from protocol.machines.auction_types import (
     RefuseCountersignature,
     Reject,
     Repriced,
+    Resumed,
     SendAward,
     SendGrant,
     SendRelease,
@@ -139,7 +140,8 @@ def test_a_bid_that_expired_while_nobody_ran_is_told_so_and_not_served() -> None
     table.wait(MINUTE_MS)  # the daemon was down
     table.close_batch()
     assert not table.of(SendAward)
-    assert [effect.rejection.reason for effect in table.of(Reject)] == [RejectReason.EXPIRED]
+    (told,) = [effect.rejection for effect in table.of(Reject)]
+    assert (told.reason, told.retry_at) == (RejectReason.EXPIRED, table.now)
     assert len(free_units(table.auction)) == 2
 
 
@@ -238,17 +240,65 @@ def test_a_lapsed_hold_frees_its_devices_and_its_renter_rests_twice_as_long_each
     for lapse in range(1, 4):
         table.bid(1)
         table.close_batch()
-        lease = table.auction.holds[0].lease
+        hold = table.auction.holds[0]
         table.wait(HOLD_MS)
-        assert table.tick() == (ForgetLease(lease),)
+        forgotten, told = table.tick()
         wait_ms = BACKOFF_BASE_MS << (lapse - 1)
         (remembered,) = table.auction.lapses
         assert (remembered.count, remembered.blocked_until) == (lapse, table.now + wait_ms)
+        assert forgotten == ForgetLease(hold.lease)
+        assert isinstance(told, Reject)
+        assert (told.renter, told.rejection.bid_id) == (renter(1), hold.bid_id)
+        assert told.rejection.reason is RejectReason.HOLD_LAPSED
+        assert told.rejection.retry_at == remembered.blocked_until
         table.wait(wait_ms - 1)
         table.bid(1)
         assert table.of(Reject)[-1].rejection.reason is RejectReason.BACKOFF
         table.wait(1)
     assert len(free_units(table.auction)) == 2
+
+
+def test_who_waited_while_the_provider_was_away_is_told_to_bid_again_and_is_not_blamed() -> None:
+    table = Table()
+    table.bid(1)
+    table.close_batch()
+    lapsed = table.auction.holds[0]
+    table.bid(2)
+    table.wait(HOLD_MS)
+    effects = table.apply(Resumed())
+    told = {effect.rejection.bid_id: effect for effect in effects if isinstance(effect, Reject)}
+    assert effects[0] == ForgetLease(lapsed.lease)
+    assert {effect.renter for effect in told.values()} == {renter(1), renter(2)}
+    assert lapsed.bid_id in told
+    assert {effect.rejection.reason for effect in told.values()} == {RejectReason.PROVIDER_FAILED}
+    assert {effect.rejection.retry_at for effect in told.values()} == {table.now}
+    assert (table.auction.lapses, table.auction.waiting(), table.auction.holds) == ((), (), ())
+    assert next_time(table.auction) is None
+    assert isinstance(table.bid(1)[0], Acknowledge)
+
+
+def test_what_still_runs_outlives_a_restart_of_the_provider() -> None:
+    table = Table()
+    table.bid(1)
+    table.close_batch()
+    hold = table.auction.holds[0]
+    table.wait(HOLD_MS - 1)
+    table.bid(2)
+    assert table.apply(Resumed()) == ()
+    assert table.countersign(hold.lease)[0] == StartKeeper(hold.lease)
+    table.close_batch()
+    assert table.of(SendAward)[-1].hold.renter == renter(2)
+
+
+def test_runners_up_of_a_hold_that_lapsed_meanwhile_bid_again() -> None:
+    table = Table(an_auction(devices=1))
+    table.bid(1)
+    table.bid(2)
+    table.close_batch()
+    table.wait(HOLD_MS)
+    told = [effect for effect in table.apply(Resumed()) if isinstance(effect, Reject)]
+    assert {effect.renter for effect in told} == {renter(1), renter(2)}
+    assert not table.auction.waiting()
 
 
 def test_a_countersignature_ends_the_renters_bad_name() -> None:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from support.offers import NOW
-from support.purchases import LISTING, Basket, a_candidate
+from support.purchases import LISTING, PROVIDERS, Basket, a_candidate
 
 from protocol import codec
 from protocol.identity import hash_bytes
@@ -29,6 +29,7 @@ from protocol.machines.purchase import (
     OpenBid,
     Phase,
     PlaceBid,
+    ProviderReached,
     Purchase,
     RefuseAward,
     Rest,
@@ -106,6 +107,8 @@ def test_no_grant_but_the_countersigned_leases_own_is_taken() -> None:
         (RejectReason.STALE_OFFER, None, STALE_REST_MS),
         (RejectReason.STALE_OFFER, HOUR_MS, STALE_REST_MS),
         (RejectReason.HOLD_LAPSED, None, RETRY_MIN_MS),
+        (RejectReason.HOLD_LAPSED, 1_000, 1_000),
+        (RejectReason.PROVIDER_FAILED, 0, RETRY_MIN_MS),
         (RejectReason.SOLD_OUT, 5_000, 5_000),
         (RejectReason.PRICE_TOO_LOW, -7, RETRY_MIN_MS),
         (RejectReason.PAUSED, 10**15, HOUR_MS),
@@ -120,12 +123,41 @@ def test_a_failed_bid_lets_its_listing_rest(
     note = f"{reason.value}: because" if reason else "because"
     offer_id = bid.offer_id if reason in STOCK_REASONS else None
     same = msgspec.structs.replace(a_candidate(), offer_id=bid.offer_id)
-    assert basket.purchase.rests == (Rest(bid.provider, LISTING, Millis(NOW + rest_ms), note, offer_id),)
+    was_silent = reason is None
+    rest = Rest(bid.provider, LISTING, Millis(NOW + rest_ms), note, offer_id, was_silent)
+    assert basket.purchase.rests == (rest,)
     assert basket.purchase.note == note
     assert basket.rank(same) == ()
     assert basket.purchase.deadline == NOW + max(RETRY_MIN_MS, rest_ms)
     basket.wait(rest_ms)
     assert basket.rank(same) == (PlaceBid(same),)
+
+
+def test_a_provider_that_was_silent_is_bid_on_again_as_soon_as_it_connects() -> None:
+    basket = Basket()
+    bid = basket.place()
+    basket.apply(BidFailed(bid.bid_id, None, "it did not answer", None))
+    assert basket.rank(a_candidate()) == ()
+    assert basket.apply(ProviderReached(PROVIDERS[1])) == ()
+    assert basket.apply(ProviderReached(PROVIDERS[0])) == (Seek(),)
+    assert basket.rank(a_candidate()) == (PlaceBid(a_candidate()),)
+
+
+def test_a_provider_that_had_a_reason_is_not_bid_on_because_it_connects() -> None:
+    basket = Basket()
+    bid = basket.place()
+    basket.apply(BidFailed(bid.bid_id, RejectReason.TERMS, "", None))
+    assert basket.apply(ProviderReached(PROVIDERS[0])) == ()
+    assert basket.rank(a_candidate()) == ()
+
+
+def test_a_provider_that_connects_while_another_is_bid_on_is_remembered_without_its_rest() -> None:
+    basket = Basket()
+    bid = basket.place()
+    basket.apply(BidFailed(bid.bid_id, None, "", None))
+    other = basket.place(1)
+    assert basket.apply(ProviderReached(PROVIDERS[0])) == ()
+    assert (basket.purchase.bid, basket.purchase.rests) == (other, ())
 
 
 def test_a_listing_that_was_sold_out_is_bid_on_again_when_a_newer_offer_has_devices() -> None:
