@@ -152,6 +152,8 @@ class Gossip:
         prefix = topic_name(self._network, "-")[:-1]
         for subscription in rpc.subscriptions:
             topic = subscription.topicid
+            if not isinstance(topic, str):  # protobuf hands over what is no UTF-8 as bytes
+                raise MalformedRecord("a topic that is no text")
             if topic.startswith(prefix) and len(topic) <= len(prefix) + NAME_SIZE_MAX:
                 pubsub.handle_subscription(peer, subscription)
         for message in rpc.publish:

@@ -114,10 +114,16 @@ async def test_no_bytes_break_the_gossip_reader():
         frames.append(data)
 
     collect()
-    for data in [*frames, _frame()]:
+    no_text = _frame().replace(
+        topic_name(NETWORK, "offers").encode(), b"\xff" * len(topic_name(NETWORK, "offers"))
+    )
+    for data in [*frames, _frame(), no_text]:
         state = PeerState(THEIRS, "192.0.2.1", inbound=True, limits=DEFAULT_LIMITS, now=0.0)
         with contextlib.suppress(MalformedRecord):
             await gossip._handle_frame(data, state, None, Pubsub(gossip))
     # No change of the bytes makes a signature good: nothing was accepted, and what parsed was held against them.
     assert not counters["gossip_accept"]
     assert counters["gossip_malformed"] == len(faults) > 0
+    state = PeerState(THEIRS, "192.0.2.1", inbound=True, limits=DEFAULT_LIMITS, now=0.0)
+    with pytest.raises(MalformedRecord, match="no text"):
+        await gossip._handle_frame(no_text, state, None, Pubsub(gossip))
