@@ -1,6 +1,7 @@
-"""Finding the TCP address behind a multiaddr, listening without surprises, and saying why a dial failed."""
+"""Finding the TCP address behind a multiaddr, listening without surprises, saying why a dial failed, trying again."""
 
 import os
+import secrets
 import socket
 
 import trio
@@ -95,3 +96,22 @@ _WORDS = {
     "MuxerUpgradeFailure": "it does not speak yamux",
     "IncompleteReadError": "it closed the connection in the handshake",
 }
+
+
+class Backoff:
+    """Waits longer each time: doubling, with jitter, so that many nodes do not come back in step."""
+
+    def __init__(self, initial_ms: int, max_ms: int) -> None:
+        self._initial_ms = initial_ms
+        self._max_ms = max_ms
+        self._next_ms = initial_ms
+
+    def reset(self) -> None:
+        """Begin with the shortest wait again."""
+        self._next_ms = self._initial_ms
+
+    async def wait(self) -> None:
+        """Wait between half of the present length and all of it."""
+        length_ms = self._next_ms
+        self._next_ms = min(self._max_ms, 2 * length_ms)
+        await trio.sleep((length_ms // 2 + secrets.randbelow(length_ms // 2 + 1)) / 1000)

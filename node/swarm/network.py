@@ -4,7 +4,6 @@ What the node wants (topics, handlers, peers to hold) is kept here and survives 
 starts the next session on the same ports with the same identity. Refuses to know what is carried.
 """
 
-import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from node.errors import PeerRefused, SwarmError
 from node.log import get_logger
 from node.ports import ConnectHandler, GossipHandler, Peer, RequestHandler
 from node.swarm.admission import Lasting
+from node.swarm.dialling import Backoff
 from node.swarm.gossip import Gossip, topic_name
 from node.swarm.greeting import Greeter
 from node.swarm.guards import Untyped, is_our_bug, tcp_stream
@@ -367,25 +367,6 @@ class _Attempt:
     def __init__(self) -> None:
         self.done = trio.Event()
         self.failure: SwarmError | None = None
-
-
-class Backoff:
-    """Waits longer each time: doubling, with jitter, so that many nodes do not come back in step."""
-
-    def __init__(self, initial_ms: int, max_ms: int) -> None:
-        self._initial_ms = initial_ms
-        self._max_ms = max_ms
-        self._next_ms = initial_ms
-
-    def reset(self) -> None:
-        """Begin with the shortest wait again."""
-        self._next_ms = self._initial_ms
-
-    async def wait(self) -> None:
-        """Wait between half of the present length and all of it."""
-        length_ms = self._next_ms
-        self._next_ms = min(self._max_ms, 2 * length_ms)
-        await trio.sleep((length_ms // 2 + secrets.randbelow(length_ms // 2 + 1)) / 1000)
 
 
 @asynccontextmanager
