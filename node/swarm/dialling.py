@@ -1,4 +1,4 @@
-"""Finding the TCP address behind a multiaddr, listening without surprises, saying why a dial failed, trying again."""
+"""Dialling: the IP address behind a name, listening without surprises, why a dial failed, when to try again."""
 
 import os
 import secrets
