@@ -184,6 +184,7 @@ class TermsSettings(Settings, frozen=True, kw_only=True):
     lease_min_ms: AnyDuration = field(name="lease_min", default=MINUTE_MS)
     lease_max_ms: AnyDuration = field(name="lease_max", default=DAY_MS)
     notice_ms: AnyDuration = field(name="notice", default=2 * MINUTE_MS)
+    checkpoint_ms: AnyDuration = field(name="checkpoint", default=MINUTE_MS)
     grace_ms: AnyDuration = field(name="grace", default=10 * MINUTE_MS)
     retention_ms: AnyDuration = field(name="retention", default=DAY_MS)
     voucher_interval_ms: Annotated[int, Meta(ge=100, le=HOUR_MS, extra=_DURATION)] = field(

@@ -163,6 +163,7 @@ class Inventory:
                 lease_min_ms=terms.lease_min_ms,
                 lease_max_ms=terms.lease_max_ms,
                 notice_ms=terms.notice_ms,
+                checkpoint_ms=terms.checkpoint_ms,
                 grace_ms=terms.grace_ms,
                 retention_ms=terms.retention_ms,
                 voucher_interval_ms=terms.voucher_interval_ms,

@@ -8,11 +8,13 @@ from typing import Annotated
 import msgspec
 
 from protocol.matching import Candidate, Requirement
-from protocol.records import Job, JobInput, Resources
+from protocol.records import Job, JobInput, Resources, Terms
 from protocol.records.fields import LIST_MAX
 from protocol.units import Price, cost
 
 DISK_DEFAULT_MIB = 10 * 1024
+INPUT_RATE = 4 * 1024 * 1024
+"""Bytes a second that inputs are expected to travel at least."""
 
 
 class SpecInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +76,12 @@ def job_for(spec: JobSpec, candidate: Candidate) -> Job:
         resources=resources,
         time_limit_ms=spec.time_limit_ms,
     )
+
+
+def lease_ms(spec: JobSpec, terms: Terms) -> int:
+    """Return how long a lease for the job is to be: its time limit, and what its inputs need on their way."""
+    travel_ms = sum(item.size for item in spec.inputs) * 1000 // INPUT_RATE
+    return max(spec.time_limit_ms, min(spec.time_limit_ms + travel_ms, terms.lease_max_ms))
 
 
 def spend_cap(spec: JobSpec, price: Price) -> int:

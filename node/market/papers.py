@@ -8,7 +8,7 @@ from typing import NamedTuple
 from node.errors import StoreError
 from node.lease.files import InputSource, LeaseFile, RenterSide, Role
 from node.market.context import Context, new_lease_key, random_bytes
-from node.market.jobspec import JobSpec, job_for, spend_cap
+from node.market.jobspec import JobSpec, job_for, lease_ms, spend_cap
 from node.market.leases import LeaseState
 from node.store import JobRow, LeaseRow, LeaseSecretRow, Transaction
 from protocol.envelope import Sealed, open_as_untrusted
@@ -45,7 +45,7 @@ def make_bid(context: Context, spec: JobSpec, found: Candidate) -> BidPapers:
         nonce=random_bytes(16),
         price=found.price,
         quantity=spec.requirement.quantity,
-        duration_ms=spec.time_limit_ms,
+        duration_ms=lease_ms(spec, offer.record.terms),
         max_spend=spend_cap(spec, found.price),
         job_hash=job_hash(concrete),
         resources=concrete.resources,

@@ -121,7 +121,7 @@ def _count_served(ranked: list[BidReceived], free: int) -> int:
 def _hold(
     auction: Auction, event: BidReceived, transcript: Transcript | None, now: Millis
 ) -> tuple[Auction, SendAward]:
-    bid = event.bid
+    bid, terms = event.bid, auction.listing.terms
     units: tuple[Unit, ...] = free_units(auction)[: bid.quantity]
     hold = Hold(
         lease=lease_id(auction.provider, event.renter, bid.nonce),
@@ -129,7 +129,8 @@ def _hold(
         renter=event.renter,
         price=event.pays,
         keys=tuple(unit.key for unit in units),
-        until=Millis(now + bid.duration_ms + auction.listing.terms.notice_ms),
+        # The job is told to end a checkpoint's time before that; the notice is for what comes before it runs.
+        until=Millis(now + bid.duration_ms + terms.notice_ms + terms.checkpoint_ms),
         lapses_at=Millis(now + HOLD_MS),
         address_prefix=event.address_prefix,
     )
