@@ -28,7 +28,7 @@ from protocol.machines.lease import COMPLETED, LeasePhase
 from protocol.machines.purchase import Phase
 from protocol.pricing import clock_price
 from protocol.records import Offer
-from protocol.units import Millis, Price, cost
+from protocol.units import Millis, Price, cost, format_duration
 
 SPEC_SIZE_MAX = 2**20
 
@@ -132,7 +132,7 @@ def lease_entry(lease: LeaseRow, status: LeaseStatus | None) -> LeaseEntry:
 def device_entry(listed: ListedDevice, seller: Seller, leases: Iterable[LeaseEntry], now: Millis) -> DeviceEntry:
     """Return a device of this machine."""
     device, desk = listed.device, seller.auctions.get(listed.listing)
-    use, lease = DeviceUse.NOT_OFFERED, None
+    use, lease, problem = DeviceUse.NOT_OFFERED, None, listed.reason
     price = reserve = None
     if desk is not None:
         auction = desk.auction
@@ -144,6 +144,9 @@ def device_entry(listed: ListedDevice, seller: Seller, leases: Iterable[LeaseEnt
             use = DeviceUse.RELEASING if over else DeviceUse.LEASED
         elif any(listed.key in hold.keys for hold in auction.holds):
             use = DeviceUse.HELD
+        elif not auction.paused and now < auction.sells_from:
+            wait = format_duration(auction.sells_from - now)
+            problem = problem or f"not sold for another {wait}: a lease that the database has forgotten may be out"
         elif not seller.is_paused and any(unit.key == listed.key for unit in free_units(auction)):
             use = DeviceUse.OFFERED
     return DeviceEntry(
@@ -159,7 +162,7 @@ def device_entry(listed: ListedDevice, seller: Seller, leases: Iterable[LeaseEnt
         driver=device.driver,
         cuda=device.cuda,
         health=device.health.value,
-        problem=listed.reason,
+        problem=problem,
         simulated=device.simulated,
         use=use,
         listing=listed.listing if desk is not None else "",

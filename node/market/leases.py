@@ -50,6 +50,8 @@ class LeaseState(enum.StrEnum):
     """The receipt has both signatures."""
     LAPSED = "lapsed"
     """It never began."""
+    FORGOTTEN = "forgotten"
+    """Only its directory was found: what was agreed is lost. Its keeper goes on, and is told to clear up."""
 
 
 LIVE_STATES = (LeaseState.COUNTERSIGNED, LeaseState.GRANTED, LeaseState.OVER)

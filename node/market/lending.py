@@ -84,8 +84,8 @@ class Lender:
             await trio.sleep_forever()
 
     async def _is_to_follow(self, row: LeaseRow) -> bool:
-        if row.state == LeaseState.LAPSED:
-            # A keeper that was started for nothing has to be told so.
+        if row.state in (LeaseState.LAPSED, LeaseState.FORGOTTEN):
+            # A keeper that was started for nothing has to be told so; one whose lease was lost, to clear up.
             return await trio.Path(self._context.lease_directory(row.lease)).exists()
         return row.state in LIVE_STATES or (row.state == LeaseState.SETTLED and not row.released_at)
 
@@ -226,9 +226,11 @@ class Lender:
         if row.state == LeaseState.LAPSED:
             await self._abandon(live)
             return
+        is_over = live.is_lost or (status is not None and status.phase in OVER_PHASES)
+        if row.state == LeaseState.FORGOTTEN and is_over:
+            await self._leases.settle(live)
         if row.state not in (LeaseState.GRANTED, LeaseState.OVER, LeaseState.SETTLED):
             return
-        is_over = live.is_lost or (status is not None and status.phase in OVER_PHASES)
         if not row.released_at and (is_over or (status is not None and status.phase in AFTER_JOB_PHASES)):
             self._spawn_release(live)
         if is_over and row.receipt_id is None:

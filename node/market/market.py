@@ -12,10 +12,12 @@ import trio
 
 from node.config import Config
 from node.errors import NodeError
+from node.lease.files import LeaseFile
 from node.log import get_logger
 from node.market.bookkeeping import Bookkeeper
 from node.market.buying import Buyer
 from node.market.context import TRADE_PROTOCOL, Context
+from node.market.forgotten import lent_until, remember_forgotten
 from node.market.inventory import Inventory
 from node.market.leases import Leases
 from node.market.live_job import LiveJobs
@@ -89,8 +91,11 @@ class Market:
             await nursery.start(self.outbox.run)
             await nursery.start(self.book.run)
             await nursery.start(self.buyer.run)
+            forgotten = await remember_forgotten(self._context)
             await nursery.start(self.renter.run)
             await nursery.start(self.seller.run)
+            if forgotten:
+                await self._make_do_without(forgotten)
             self.book.register()
             self._context.network.on_request(TRADE_PROTOCOL, self._on_trade)
             self._context.network.on_connect(self._on_connect)
@@ -100,6 +105,17 @@ class Market:
             while True:
                 await self._prune()
                 await trio.sleep(PRUNE_S)
+
+    async def _make_do_without(self, forgotten: tuple[LeaseFile, ...]) -> None:
+        """Tell the administrator of leases that only the disk knows, and sell around those to others."""
+        number = "a lease that is" if len(forgotten) == 1 else f"{len(forgotten)} leases that are"
+        self.note(
+            f"the database knows nothing of {number} on this disk: is it an older copy? "
+            "What runs goes on to its end; nothing will be paid for what is lent"
+        )
+        until = lent_until(forgotten)
+        if until:
+            await self.seller.open_next_epoch(until)  # even when it has passed: its chain's numbers are taken
 
     async def _prune(self) -> None:
         """Forget the secrets and papers of leases that never began."""

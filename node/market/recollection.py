@@ -108,9 +108,7 @@ class Recollection:
             return
         log.error("recollection.restored_database", sells_from=sells_from, epoch=epoch)
         if sells_from > self._context.clock.now():
-            self._note(
-                "the database is older than what peers remember: nothing is sold until forgotten leases have ended"
-            )
+            self._note("the database is older than what peers remember: is it an older copy?")
 
     def _own(self, data: bytes, record_type: type[T]) -> Sealed[T] | None:
         try:

@@ -109,9 +109,15 @@ class Seller:
         """Sell nothing until a time, or (None) until switched on again or restarted."""
         self._is_held, self.paused_until = True, until
 
+    @property
+    def sells_from(self) -> Millis:
+        """When leases that the database has forgotten are over, and devices may be sold again."""
+        return self._sells_from
+
     def free_of(self, desk: ListingAuction) -> int:
         """Return how many devices of a listing can be sold now."""
-        return 0 if self.is_paused else len(free_units(desk.auction))
+        is_selling = not self.is_paused and desk.auction.is_selling(self._context.clock.now())
+        return len(free_units(desk.auction)) if is_selling else 0
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -271,6 +277,11 @@ class Seller:
         """Re-issue every offer before it expires."""
         for desk in list(self.auctions.values()):
             await desk.apply(OfferRefreshed())
+
+    async def open_next_epoch(self, sells_from: Millis) -> None:
+        """Sell in a new epoch, and only from `sells_from` on. Raises StoreError."""
+        newest = max([self._epoch, *(desk.auction.epoch for desk in self.auctions.values())])
+        await self.open_epoch(newest + 1, sells_from)
 
     async def open_epoch(self, epoch: int, sells_from: Millis) -> bool:
         """Sell in `epoch` at least, and only from `sells_from` on; listings that are opened later, too.

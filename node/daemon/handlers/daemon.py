@@ -17,6 +17,7 @@ from node.ports import DeviceHealth
 from node.rpc.method import Caller, Handlers, Nothing
 from node.rpc.methods import daemon as api
 from protocol.machines.lease import FailReason
+from protocol.units import format_duration
 
 DISK_LOW_MIB = 1024
 MIB = 1024 * 1024
@@ -102,6 +103,10 @@ async def _status(state: Daemon, caller: Caller) -> api.DaemonStatus:
 
 def _notes(state: Daemon) -> list[str]:
     notes = list(state.market.notes)
+    wait_ms = state.market.seller.sells_from - state.context.clock.now()
+    if wait_ms > 0 and state.market.seller.auctions:
+        forgotten = "leases that the database has forgotten may be out"
+        notes.append(f"no device is sold for another {format_duration(wait_ms)}: {forgotten}")
     free_mib = shutil.disk_usage(state.root).free // MIB
     if free_mib < DISK_LOW_MIB:
         notes.append(f"the disk of {state.root} is nearly full: {free_mib} MiB left")
