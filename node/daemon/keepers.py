@@ -17,6 +17,7 @@ import trio
 from node.errors import JobError, NodeError
 from node.lease.spare import Spare, connect_spare
 from node.log import get_logger
+from node.market.context import HasEnded
 
 log = get_logger(__name__)
 
@@ -75,20 +76,20 @@ class KeeperProcesses:
             )
         return path
 
-    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
-        """Start a keeper. Raises JobError when it cannot be started."""
+    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> HasEnded:
+        """Start a keeper, and return what tells whether it has ended. Raises JobError when it can't be started."""
         try:
             _prepare_socket_directory(socket.parent, uid, gid)
             spare, self._spare = self._spare, None
             if spare is not None:
                 self._spare_wanted.set()
                 try:
-                    await spare.assign(directory, socket, uid, gid)
+                    pid = await spare.assign(directory, socket, uid, gid)
                 except NodeError as error:
                     log.warning("keepers.spare_failed", problem=str(error))
                 else:
-                    return
-            await self._launch(directory, socket, uid, gid)
+                    return self._ended_check(pid)
+            return await self._launch(directory, socket, uid, gid)
         except (OSError, subprocess.SubprocessError) as error:
             raise JobError(f"cannot start a keeper: {error}") from None
 
@@ -134,10 +135,18 @@ class KeeperProcesses:
         if spare is not None:
             await spare.aclose()
 
-    async def _launch(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
+    def _ended_check(self, pid: int) -> HasEnded:
+        child = next((child for child in self._children if child.pid == pid), None)
+        if child is not None:
+            return lambda: child.poll() is not None
+        return lambda: not Path(f"/proc/{pid}").exists()  # systemd's child
+
+    async def _launch(self, directory: Path, socket: Path, uid: int, gid: int) -> HasEnded:
         # From the main thread: what a keeper starts must not hang on a worker thread of ours.
-        self._children.append(self._spawn(directory, socket, uid, gid))
+        child = self._spawn(directory, socket, uid, gid)
+        self._children.append(child)
         await trio.lowlevel.checkpoint()
+        return lambda: child.poll() is not None
 
     async def _launch_spare(self, socket: Path) -> None:
         self._children.append(_spawn_spare(socket))
@@ -178,8 +187,9 @@ class KeeperProcesses:
 class KeeperUnits(KeeperProcesses):
     """Starts keepers as transient systemd units: they are not in the daemon's unit, and a restart spares them."""
 
-    async def _launch(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
+    async def _launch(self, directory: Path, socket: Path, uid: int, gid: int) -> HasEnded:
         await _systemd_run(unit_command(directory, socket, uid, gid, is_user_manager=os.geteuid() != 0))
+        return lambda: False
 
     async def _launch_spare(self, socket: Path) -> None:
         await _systemd_run(spare_unit_command(socket, is_user_manager=os.geteuid() != 0))

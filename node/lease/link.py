@@ -18,7 +18,7 @@ Refuses to start keepers and to decide what their statuses mean.
 
 import contextlib
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -257,15 +257,17 @@ class KeeperLink:
                 mailbox.close()
 
 
-async def open_frames(socket_path: str | Path, *, starting_s: float = 0.0) -> tuple[FrameStream, LinkHello]:
+async def open_frames(
+    socket_path: str | Path, *, starting_s: float = 0.0, has_ended: Callable[[], bool] = lambda: False
+) -> tuple[FrameStream, LinkHello]:
     """Connect to the keeper that listens at `socket_path`, and hear its hello. Raises LinkError.
 
-    A keeper that is just being started is waited for: `starting_s` seconds at most.
+    A keeper that is just being started is waited for: `starting_s` seconds at most, and while it has not ended.
     """
     limit = trio.current_time() + starting_s
     try:
         with trio.fail_after(starting_s + LINK_TIMEOUT_S):
-            frames = FrameStream(await _open_socket(socket_path, limit))
+            frames = FrameStream(await _open_socket(socket_path, limit, has_ended))
             hello = await frames.receive(LinkHello)
     except trio.TooSlowError:
         raise LinkError(f"the keeper at {socket_path} does not answer") from None
@@ -280,21 +282,23 @@ async def open_frames(socket_path: str | Path, *, starting_s: float = 0.0) -> tu
     return frames, hello
 
 
-async def _open_socket(socket_path: str | Path, limit: float) -> trio.SocketStream:
+async def _open_socket(socket_path: str | Path, limit: float, has_ended: Callable[[], bool]) -> trio.SocketStream:
     while True:
         try:
             return await trio.open_unix_socket(str(socket_path))
         except (FileNotFoundError, ConnectionRefusedError):
             # Refused: the socket of a keeper that was killed, until its successor puts its own there.
-            if trio.current_time() >= limit:
+            if trio.current_time() >= limit or has_ended():
                 raise
             await trio.sleep(POLL_S)
 
 
 @asynccontextmanager
-async def connect(socket_path: str | Path, *, starting_s: float = 0.0) -> AsyncIterator[KeeperLink]:
+async def connect(
+    socket_path: str | Path, *, starting_s: float = 0.0, has_ended: Callable[[], bool] = lambda: False
+) -> AsyncIterator[KeeperLink]:
     """Open a link to the keeper that listens at `socket_path`, or will within `starting_s`. Raises LinkError."""
-    frames, hello = await open_frames(socket_path, starting_s=starting_s)
+    frames, hello = await open_frames(socket_path, starting_s=starting_s, has_ended=has_ended)
     link = KeeperLink(frames, hello)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link._read)

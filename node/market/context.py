@@ -17,14 +17,21 @@ TRADE_PROTOCOL = "trade/1"
 """One signed record in, one signed record out."""
 
 
+HasEnded = Callable[[], bool]
+"""Whether a process has ended."""
+
+
 class KeeperHost(Protocol):
     """Starts keepers: plain processes, or transient systemd units."""
 
     def socket_path(self, lease: bytes) -> Path:
         """Return where the lease's keeper listens (at most 100 bytes)."""
 
-    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
-        """Start a keeper for `directory` as `uid`; it outlives the daemon. Raises NodeError."""
+    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> HasEnded:
+        """Start a keeper for `directory` as `uid`; it outlives the daemon. Raises NodeError.
+
+        Returns what tells whether it has ended already; False also when nobody can know.
+        """
 
     def expect(self, linger_s: float) -> None:
         """Prepare for a keeper to be started within `linger_s` seconds."""

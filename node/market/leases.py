@@ -23,7 +23,7 @@ from node.lease.files import LeaseFile, LeaseKeys, LeaseStatus, create_lease_dir
 from node.lease.link import KeeperLink, LinkError, connect
 from node.lease.lock import holder_of
 from node.log import get_logger
-from node.market.context import Context
+from node.market.context import Context, HasEnded
 from node.ports import TaskStatus
 from node.store import LeaseRow
 from node.store.table import SqlValue
@@ -174,8 +174,8 @@ class Leases:
                 await self._forget(live)
                 return
             try:
-                await self._ensure_keeper(live)
-                await self._listen(live)
+                has_ended = await self._ensure_keeper(live)
+                await self._listen(live, has_ended)
                 backoff_s = RESTART_MIN_S
             except NodeError as error:
                 live.problem = str(error)
@@ -189,15 +189,16 @@ class Leases:
             await trio.to_thread.run_sync(partial(shutil.rmtree, live.directory, ignore_errors=True))
         self.live.pop(live.row.lease, None)
 
-    async def _ensure_keeper(self, live: LiveLease) -> None:
-        if await trio.to_thread.run_sync(holder_of, live.directory) is not None:
-            return
+    async def _ensure_keeper(self, live: LiveLease) -> HasEnded:
+        holder = await trio.to_thread.run_sync(holder_of, live.directory)
+        if holder is not None:
+            return lambda: not holder.is_alive()
         socket = self._context.keepers.socket_path(live.row.lease)
-        await self._context.keepers.start(live.directory, socket, live.row.uid, live.row.gid)
+        return await self._context.keepers.start(live.directory, socket, live.row.uid, live.row.gid)
 
-    async def _listen(self, live: LiveLease) -> None:
+    async def _listen(self, live: LiveLease, has_ended: HasEnded) -> None:
         socket = self._context.keepers.socket_path(live.row.lease)
-        async with connect(socket, starting_s=KEEPER_START_S) as link:
+        async with connect(socket, starting_s=KEEPER_START_S, has_ended=has_ended) as link:
             live.link, live.problem = link, ""
             try:
                 async with aclosing(link.subscribe()) as statuses:

@@ -14,6 +14,7 @@ import trio.testing
 
 from node.errors import DeviceBusy, StoreError
 from node.lease.files import LeaseFile, LeaseKeys, LeaseStatus, Role
+from node.market.context import HasEnded
 from node.market.leases import Leases, LiveLease
 from node.ports import Device, DeviceHealth
 from node.store import LeaseRow, Store, Transaction
@@ -115,7 +116,7 @@ class NoKeepers:
     def socket_path(self, lease: bytes) -> Path:
         raise AssertionError(f"no keeper of {lease.hex()} is ever connected to")
 
-    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> None:
+    async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> HasEnded:
         raise AssertionError(f"no keeper is started for {directory}")
 
     def expect(self, linger_s: float) -> None:
