@@ -74,10 +74,10 @@ class SwarmLimits(msgspec.Struct, frozen=True, kw_only=True):
     ban_ms: int = 600_000
 
     # --- reconnecting
-    backoff_initial_ms: int = 1_000
+    backoff_initial_ms: int = 250
     backoff_max_ms: int = 300_000
-    remembered_attempts: int = 8
-    """How often a peer that is no bootstrap peer is dialled again before it is given up."""
+    remembered_attempts: int = 24
+    """How often a peer that is no bootstrap peer is dialled again before it is given up: some six minutes."""
     restart_backoff_initial_ms: int = 200
     restart_backoff_max_ms: int = 30_000
     """Between a crash of libp2p and the next start of the host."""

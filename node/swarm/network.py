@@ -18,7 +18,7 @@ from node.errors import PeerRefused, SwarmError
 from node.log import get_logger
 from node.ports import ConnectHandler, GossipHandler, Peer, RequestHandler
 from node.swarm.admission import Lasting
-from node.swarm.dialling import Backoff
+from node.swarm.dialling import RECONNECT_GROWTH_PERMILLE, Backoff
 from node.swarm.gossip import Gossip, topic_name
 from node.swarm.greeting import Greeter
 from node.swarm.guards import Untyped, is_our_bug, tcp_stream
@@ -272,13 +272,17 @@ class SwarmNetwork:
 
     # --- keeping connected
 
+    def _patience(self) -> Backoff:
+        limits = self._limits
+        return Backoff(limits.backoff_initial_ms, limits.backoff_max_ms, growth_permille=RECONNECT_GROWTH_PERMILLE)
+
     async def _hold(self, address: Address) -> None:
         """Keep a connection with a bootstrap peer, for ever."""
         node = address.node
         if node is None or node == self.node:
             return
         self._book.remember(node, (address,))
-        backoff = Backoff(self._limits.backoff_initial_ms, self._limits.backoff_max_ms)
+        backoff = self._patience()
         while True:
             try:
                 session = await self._live()
@@ -293,7 +297,7 @@ class SwarmNetwork:
     async def _win_back(self, node: NodeId) -> None:
         """Dial a lost peer again, a bounded number of times."""
         self._held.add(node)
-        backoff = Backoff(self._limits.backoff_initial_ms, self._limits.backoff_max_ms)
+        backoff = self._patience()
         try:
             for _ in range(self._limits.remembered_attempts):
                 await backoff.wait()
