@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = (
-    "scripts/quickstart",
-    "scripts/install",
-    "scripts/test",
-    "scripts/lock",
-    "scripts/fuzz",
-    "scripts/campaign",
-    ".ci/run",
+PROGRAMS = tuple(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / ".ci" / "run", *sorted((ROOT / "scripts").rglob("*")))
+    if path.is_file() and not path.suffix
 )
 SHELL = (*PROGRAMS, "scripts/_common.sh")
 
@@ -30,6 +26,10 @@ def run_common(command: str, **variables: str) -> subprocess.CompletedProcess[st
         text=True,
         check=False,
     )
+
+
+def test_the_programs_that_documents_name_are_here() -> None:
+    assert {"scripts/quickstart", "scripts/install", "scripts/test", "scripts/lock", ".ci/run"} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("path", PROGRAMS)
