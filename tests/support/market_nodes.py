@@ -91,6 +91,11 @@ class MarketNode:
         return self.signer.node
 
     @property
+    def is_running(self) -> bool:
+        """Whether the daemon has power."""
+        return self.hub.nodes.get(self.id) is self.network
+
+    @property
     def leases(self) -> FakeLeases:
         leases = self.market.leases
         assert isinstance(leases, FakeLeases)

@@ -16,6 +16,7 @@ from node.errors import DeviceBusy, StoreError
 from node.lease.files import LeaseFile, LeaseKeys, LeaseStatus, Role
 from node.market.context import HasEnded
 from node.market.leases import Leases, LiveLease
+from node.market.settling import status_on_record
 from node.ports import Device, DeviceHealth
 from node.store import LeaseRow, Store, Transaction
 from protocol.machines.lease import FailReason, LeasePhase
@@ -129,6 +130,9 @@ class FakeLeases(Leases):
     starts_well = True
     """Whether a provider's keeper binds its port as soon as it is begun."""
 
+    makes_directories = False
+    """Whether a lease's directory exists, so that the next daemon finds the lease again."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.begun: dict[bytes, tuple[LeaseFile, LeaseKeys]] = {}
@@ -138,6 +142,8 @@ class FakeLeases(Leases):
     async def begin(self, row: LeaseRow, lease_file: LeaseFile, keys: LeaseKeys) -> LiveLease:
         await trio.lowlevel.checkpoint()
         self.begun[row.lease] = (lease_file, keys)
+        if self.makes_directories:
+            self._context.lease_directory(row.lease).mkdir(parents=True, exist_ok=True)
         return self.adopt(row)
 
     async def cancel(
@@ -161,6 +167,9 @@ class FakeLeases(Leases):
         await self._take(live, changed)
 
     async def _follow(self, live: LiveLease) -> None:
+        last = status_on_record(live.row)
+        if last is not None and live.status is None:
+            await self._take(live, last)  # as it would be read from the lease's directory
         if self.starts_well and live.row.role == "provider" and live.status is None:
             await self.say(live.row.lease, port=4242)
         await trio.sleep_forever()
