@@ -91,7 +91,7 @@ def devices_in_use(provider: MarketNode) -> list[bytes]:
 
 def seed_all_chance(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Let keys, nonces and backoffs come from the seed, so that a failure can be had again."""
-    chance = random.Random(seed)  # noqa: S311 - must repeat
+    chance = random.Random(seed)
     monkeypatch.setattr(secrets, "token_bytes", chance.randbytes)
     monkeypatch.setattr(random, "uniform", chance.uniform)
     for name, module in list(sys.modules.items()):
