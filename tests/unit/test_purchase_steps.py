@@ -291,7 +291,7 @@ def test_talkative_providers_cannot_make_the_state_too_large_to_store() -> None:
         basket.apply(BidSigned(basket.signed(listing=f"{number:064d}")))
         bid = basket.purchase.bid
         assert bid is not None
-        basket.apply(BidFailed(bid.bid_id, RejectReason.TERMS, "\U0001f600" * 1024, HOUR_MS))
+        basket.apply(BidFailed(bid.bid_id, RejectReason.LOST_LOTTERY, "\U0001f600" * 1024, HOUR_MS))
     assert len(basket.purchase.rests) == RESTS_MAX
     assert len(basket.purchase.note) <= NOTE_SIZE_MAX
     stored = codec.encode(basket.purchase)
