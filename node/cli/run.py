@@ -26,6 +26,8 @@ class Wanted(NamedTuple):
     name: str
     variables: dict[str, str]
     inputs: list[values.InputArgument]
+    ignored: tuple[str, ...]
+    """Patterns of what is not sent."""
     outputs: list[values.OutputArgument]
     time_ms: int
     max_spend: int | None
@@ -43,6 +45,13 @@ class Wanted(NamedTuple):
 @time_option
 @click.option("-w", "--workdir", type=click.Path(path_type=Path), metavar="DIR", help="Send DIR, and run in it.")
 @click.option("-i", "--input", "inputs", multiple=True, metavar="SRC[:DST]", help="Send a file or folder.")
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out of inputs, as .gpunodeignore does.",
+)
 @click.option(
     "-o", "--output", "outputs", multiple=True, metavar="DIR[:LOCAL]", help="Bring a file or folder back."
 )
@@ -87,7 +96,7 @@ def run(
             command=wanted.command,
             name=wanted.name,
             variables=wanted.variables,
-            inputs=staging.scan_inputs(wanted.inputs),
+            inputs=staging.scan_inputs(wanted.inputs, wanted.ignored),
             outputs=outputs,
             time_limit_ms=wanted.time_ms,
             max_spend=max_spend,
@@ -150,6 +159,7 @@ def _read(
             name=flags["name"] or "",
             variables=variables,
             inputs=inputs,
+            ignored=tuple(flags["ignored"]),
             outputs=outputs,
             time_ms=flags["time_ms"],
             max_spend=flags["max_spend"],

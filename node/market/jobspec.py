@@ -24,6 +24,8 @@ class SpecInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     destination: str
     manifest: bytes
     size: int
+    ignore: tuple[str, ...] = ()
+    """Patterns of what the scan has left out."""
 
 
 class SpecOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -174,7 +174,7 @@ def renter_keeper_papers(
         renter_side=RenterSide(
             addresses=delivery.addresses,
             job=job_for(spec, candidate),
-            inputs=tuple(InputSource(item.source) for item in spec.inputs),
+            inputs=tuple(InputSource(item.source, item.ignore) for item in spec.inputs),
             outputs=tuple(item.local for item in spec.outputs),
             prepay_ms=spec.prepay_ms,
         ),

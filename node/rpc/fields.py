@@ -79,6 +79,19 @@ LocalPath = Annotated[
     ),
 ]
 """The daemon never trusts it: files are read and written as the caller's uid."""
+IGNORE_PATTERNS_MAX = 256
+"""Most patterns of one input."""
+IGNORE_PATTERN_SIZE_MAX = 256
+"""Longest pattern in characters."""
+IgnorePattern = Annotated[
+    str,
+    msgspec.Meta(
+        min_length=1,
+        max_length=IGNORE_PATTERN_SIZE_MAX,
+        pattern=r"^[^\x00\n]*$",
+        description="what to leave out, as in .gpunodeignore",
+    ),
+]
 DeviceRefs = Annotated[
     tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=96)], ...],
     msgspec.Meta(max_length=DEVICES_MAX, description="UUIDs, unique prefixes of UUIDs, or indices; empty: all"),

@@ -115,7 +115,7 @@ REJECTION = market.Rejection(
     reason="gpu_memory", offers=3, detail="3 offers have 24 GiB or less", change="--gpu-memory 24G"
 )
 CANDIDATE = market.Candidate(offer=OFFER, hourly=PRICE * 3600, total=PRICE * 3600, affordable=True)
-INPUT = jobs.JobInput(source="/home/ada/data", destination="data", manifest=HASH, size=12_345)
+INPUT = jobs.JobInput(source="/home/ada/data", destination="data", manifest=HASH, size=12_345, ignore=("*.log",))
 OUTPUT = jobs.OutputEntry(
     remote="results", local="/home/ada/results", collected=True, missing=False, manifest=HASH, size=99
 )

@@ -70,7 +70,7 @@ async def _run(state: Daemon, params: api.RunParams, caller: Caller) -> api.RunR
         variables=params.variables,
         workdir=params.workdir,
         inputs=tuple(
-            SpecInput(item.source, item.destination, bytes.fromhex(item.manifest), item.size)
+            SpecInput(item.source, item.destination, bytes.fromhex(item.manifest), item.size, item.ignore)
             for item in params.inputs
         ),
         outputs=tuple(SpecOutput(item.remote, item.local) for item in params.outputs),
@@ -129,7 +129,11 @@ async def _show(state: Daemon, params: api.JobParams, caller: Caller) -> api.Job
         workdir=spec.workdir,
         inputs=tuple(
             api.JobInput(
-                source=item.source, destination=item.destination, manifest=item.manifest.hex(), size=item.size
+                source=item.source,
+                destination=item.destination,
+                manifest=item.manifest.hex(),
+                size=item.size,
+                ignore=item.ignore,
             )
             for item in spec.inputs
         ),

@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from node.rpc.fields import (
+    IGNORE_PATTERNS_MAX,
     LIST_MAX,
     Amount,
     Argument,
@@ -13,6 +14,7 @@ from node.rpc.fields import (
     Count,
     DurationMs,
     Hex32,
+    IgnorePattern,
     JobName,
     JobRef,
     LeaseHex,
@@ -67,6 +69,8 @@ class JobInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     manifest: Hex32
     size: Size
     """Bytes of content."""
+    ignore: Annotated[tuple[IgnorePattern, ...], msgspec.Meta(max_length=IGNORE_PATTERNS_MAX)] = ()
+    """What was left out: the tree is read again, with the same patterns, when it is sent."""
 
 
 class JobOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
