@@ -93,9 +93,7 @@ class Follower:
         self._bar.stop()
         expected = self._offsets[chunk.stream]
         if chunk.offset > expected:
-            tell(
-                f"[{format_bytes(chunk.offset - expected)} of {chunk.stream.value} were dropped: too much output]"
-            )
+            tell(dropped_line(chunk, expected))
         data = chunk.data[max(0, expected - chunk.offset) :]
         self._offsets[chunk.stream] = max(expected, chunk.offset + len(chunk.data))
         sink = self._sinks[chunk.stream]
@@ -116,6 +114,11 @@ class Follower:
             self._provider = entry.provider
             tell(lease_line(entry))
         tell(state_line(entry))
+
+
+def dropped_line(chunk: jobs.LogChunk, expected: int) -> str:
+    """Return what stands for the output between `expected` and `chunk`, of which only head and tail are kept."""
+    return f"[{format_bytes(chunk.offset - expected)} of {chunk.stream.value} were dropped: too much output]"
 
 
 def state_line(entry: jobs.JobEntry) -> str:

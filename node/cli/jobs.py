@@ -7,7 +7,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from node.cli.connection import call, connect
-from node.cli.follow import Follower
+from node.cli.follow import Follower, dropped_line
 from node.cli.output import (
     fields,
     format_bytes,
@@ -121,7 +121,7 @@ def _print_detail(detail: api.JobDetail) -> None:
 
 def _output_line(output: api.OutputEntry) -> str:
     if output.missing:
-        return f"{output.remote}: the job made none"
+        return f"{output.remote}: the job made none, or none that could be brought back"
     size = "" if output.size is None else f" ({format_bytes(output.size)})"
     return f"{output.remote} -> {output.local}{size}: {'here' if output.collected else 'not here yet'}"
 
@@ -175,16 +175,21 @@ def why(job: str | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401 -
 def logs(job: str, follow: bool, only: str | None, as_json: bool) -> None:
     """Print a job's output.
 
-    Byte for byte: what the job wrote to stdout goes to stdout, the rest to stderr.
+    Byte for byte: what the job wrote to stdout goes to stdout, the rest to stderr. Of very long output only the
+    beginning and the end are kept; what is missing between them is said on stderr.
     """
     streams = (api.LogStream(only),) if only else (api.LogStream.STDOUT, api.LogStream.STDERR)
     sinks = {api.LogStream.STDOUT: sys.stdout.buffer, api.LogStream.STDERR: sys.stderr.buffer}
     chunks = []
+    ends = dict.fromkeys(sinks, 0)
     with connect() as client:
         for chunk in client.stream(api.LOGS, api.LogsParams(job=job, streams=streams, follow=follow)):
             if as_json:
                 chunks.append(chunk)
                 continue
+            if chunk.offset > ends[chunk.stream]:
+                tell(dropped_line(chunk, ends[chunk.stream]))
+            ends[chunk.stream] = chunk.offset + len(chunk.data)
             sinks[chunk.stream].write(chunk.data)
             sinks[chunk.stream].flush()
     if as_json:

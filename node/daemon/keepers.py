@@ -7,6 +7,7 @@ Refuses to follow keepers: `node.market.leases` does.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -99,11 +100,15 @@ class KeeperProcesses:
         self._spare_wanted.set()
 
     async def run(self) -> None:
-        """Keep a spare while one is expected to be of use, until cancelled."""
+        """Keep a spare while one may be of use, and collect keepers that have ended, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._keep_reaping)
+            await self._keep_spares()
+
+    async def _keep_spares(self) -> None:
         try:
             while True:
                 self._spare_wanted = trio.Event()
-                self._reap()
                 left_s = self._keep_spare_until - trio.current_time()
                 if left_s <= 0:
                     await self._drop_spare()
@@ -179,9 +184,12 @@ class KeeperProcesses:
         finally:
             os.close(log_file)
 
-    def _reap(self) -> None:
+    async def _keep_reaping(self) -> None:
         """Collect keepers that have ended: they are our children while we are the daemon that started them."""
-        self._children = [child for child in self._children if child.poll() is None]
+        with trio.open_signal_receiver(signal.SIGCHLD) as signals:
+            while True:
+                self._children = [child for child in self._children if child.poll() is None]
+                await anext(signals)
 
 
 class KeeperUnits(KeeperProcesses):

@@ -20,6 +20,7 @@ import shutil
 import stat
 from array import array
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -49,14 +50,23 @@ class DraftTree:
     """One tree being received. `owner` is the uid and gid that its files get, when we may give them away."""
 
     def __init__(
-        self, root: Path, beneath: str, manifest: Manifest, name: str, *, owner: int | None = None
+        self,
+        root: Path,
+        beneath: str,
+        manifest: Manifest,
+        name: str,
+        *,
+        owner: int | None = None,
+        seen_as: str = "",
     ) -> None:
         """Describe the draft of `manifest` for the place `beneath` below `root`; nothing is touched yet.
 
         `name` tells it from other drafts in the same directory, and is the same again when it is resumed.
+        `seen_as`: how errors call `root`, when they are told to others, who know it as that.
         """
         self.manifest = manifest
         self._root = root
+        self._seen_as = seen_as or str(root)
         self._beneath = "/".join(part for part in beneath.split("/") if part not in ("", "."))
         self._name = _draft_name(name)
         self._owner = owner if owner is not None and os.geteuid() == 0 else None
@@ -77,7 +87,7 @@ class DraftTree:
 
     def open(self) -> None:
         """Make the draft, or find out what one of an earlier try holds. Raises DiskFull, StagingError."""
-        with _disk_errors(self._directory):
+        with self._disk_errors():
             place = self._root / self._beneath
             if self._beneath and place.is_dir() and not place.is_symlink():
                 self._directory = place / self._name
@@ -90,7 +100,7 @@ class DraftTree:
             free = shutil.disk_usage(self._directory).free
         if self.needed_bytes + DISK_RESERVE > free:
             missing_mib = (self.needed_bytes + DISK_RESERVE - free) // 2**20 + 1
-            raise DiskFull(f"{self._directory.parent} lacks {missing_mib} MiB for what is coming")
+            raise DiskFull(f"{self._shown(self._directory.parent)} lacks {missing_mib} MiB for what is coming")
 
     def store(self, index: int, data: bytes) -> None:
         """Check chunk `index` and write it wherever it belongs. Raises BadManifest when it is something else."""
@@ -99,7 +109,7 @@ class DraftTree:
             raise BadManifest(f"chunk {index} was not asked for")
         if len(data) != length or blake3(data).digest() != chunk_hash:
             raise BadManifest(f"chunk {index} is not what its hash says")
-        with _disk_errors(self._directory):
+        with self._disk_errors():
             for twin in (index, *self._twins.get(index, ())):
                 self._write(twin, data)
         self.needed.discard(index)
@@ -111,7 +121,7 @@ class DraftTree:
         """
         if self.needed:
             raise StagingError(f"{len(self.needed)} chunks are missing")
-        with _disk_errors(self._root / self._beneath):
+        with self._disk_errors():
             self._finish_files()
             if is_durable:  # before any older file is replaced
                 _sync_file_system(self._directory)
@@ -129,12 +139,19 @@ class DraftTree:
 
     # --- the draft ------------------------------------------------------------------------------------------
 
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return _disk_errors(self._root, self._seen_as, self._shown(self._root / self._beneath))
+
+    def _shown(self, path: Path) -> str:
+        return str(path).replace(str(self._root), self._seen_as, 1)
+
     def _make_directory(self) -> None:
         marker = self._directory / "id"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            there = self._directory.lstat()
-            if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.geteuid():
-                raise StagingError(f"{self._directory} is in the way", f"remove {self._directory}")
+            status = self._directory.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                there = self._shown(self._directory)
+                raise StagingError(f"{there} is in the way", f"remove {there}")
             with contextlib.suppress(FileNotFoundError):
                 if marker.read_bytes() == self.manifest.id:
                     return
@@ -220,7 +237,7 @@ class DraftTree:
         try:
             if not name:  # the root itself is the place
                 if self.manifest.root.kind is EntryKind.FILE:
-                    raise StagingError(f"{self._root} is a directory: a file can't take its place")
+                    raise StagingError(f"{self._seen_as} is a directory: a file can't take its place")
                 return self._merge_or_beside(os.dup(parent), None, "")
             if not _exists(name, parent):
                 self._rename_whole(parent, name)
@@ -320,12 +337,12 @@ def _draft_name(name: str) -> str:
     return f".gpunode-{name}.partial"
 
 
-def make_directory(root: Path, path: str, *, owner: int) -> None:
+def make_directory(root: Path, path: str, *, owner: int, seen_as: str = "") -> None:
     """Make the directory `path` below `root`, for `owner`, with what is missing above it; follow no link.
 
-    Raises StagingError, DiskFull.
+    Errors call `root` as `DraftTree` does. Raises StagingError, DiskFull.
     """
-    with _disk_errors(root / path):
+    with _disk_errors(root, seen_as or str(root), f"{seen_as or root}/{path}"):
         os.close(open_directory(root, path, owner if os.geteuid() == 0 else None))
 
 
@@ -368,13 +385,14 @@ def _exists(name: str, directory: int) -> bool:
 
 
 @contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def _disk_errors(root: Path, seen_as: str, place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"the disk of {path} is full") from None
-        raise StagingError(f"cannot write {error.filename or path}: {error.strerror}") from None
+            raise DiskFull(f"the disk of {place} is full") from None
+        name = error.filename.replace(str(root), seen_as, 1) if isinstance(error.filename, str) else place
+        raise StagingError(f"cannot write {name}: {error.strerror}") from None
 
 
 def _sync_file_system(directory: Path) -> None:

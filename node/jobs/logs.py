@@ -177,11 +177,6 @@ class LogReader:
         return descriptor
 
 
-def dropped_marker(size: int) -> bytes:
-    """Return the line that stands for `size` dropped bytes where a log is shown."""
-    return f"\n[... {size} bytes of output were dropped here ...]\n".encode()
-
-
 def open_pipe() -> tuple[int, int]:
     """Return (read end, write end) of a pipe for a job's output, large enough to be read in large pieces."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)

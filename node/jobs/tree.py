@@ -58,6 +58,8 @@ class ScannedTree(msgspec.Struct, frozen=True):
     """An absolute path without links; or, with `beneath`, the directory that holds the tree."""
     beneath: str
     """Path of the tree below `root`, walked without following links; "" for `root` itself."""
+    seen_as: str
+    """How errors call the tree: as whoever they are told to knows it."""
     manifest: Manifest
     skipped: tuple[str, ...] = ()
     """What a lenient scan left out and why, one sentence each."""
@@ -78,9 +80,9 @@ def scan_tree(
         root = path.resolve(strict=True)
     except OSError as error:
         raise StagingError(f"cannot read {path}: {error.strerror}") from None
-    scan = _Scan(IgnoreRules(ignore), (str(root),), size_max, is_lenient=False, progress=progress)
+    scan = _Scan(IgnoreRules(ignore), str(root), size_max, is_lenient=False, progress=progress)
     manifest = scan.run(root, "")
-    return ScannedTree(root, "", manifest)
+    return ScannedTree(root, "", str(root), manifest)
 
 
 def scan_beneath(root: Path, beneath: str, *, seen_as: str, size_max: int) -> ScannedTree | None:
@@ -93,12 +95,13 @@ def scan_beneath(root: Path, beneath: str, *, seen_as: str, size_max: int) -> Sc
     """
     names = [name for name in beneath.split("/") if name not in ("", ".")]
     beneath = "/".join(names)
-    scan = _Scan(IgnoreRules(()), (f"{seen_as}/{beneath}".rstrip("/"),), size_max, is_lenient=True, progress=None)
+    top = f"{seen_as}/{beneath}".rstrip("/")
+    scan = _Scan(IgnoreRules(()), top, size_max, is_lenient=True, progress=None)
     try:
         manifest = scan.run(root, beneath)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return ScannedTree(root, beneath, manifest, tuple(scan.skipped))
+    return ScannedTree(root, beneath, top, manifest, tuple(scan.skipped))
 
 
 class TreeReader:
@@ -136,7 +139,7 @@ class TreeReader:
         self._descriptor, self._open_path = -1, None
 
     def _name(self, entry: Entry) -> str:
-        return _printable(self._tree.root / self._tree.beneath / entry.path)
+        return _printable(Path(self._tree.seen_as) / entry.path)
 
 
 class _Unusable(Exception):
@@ -149,19 +152,18 @@ class _Scan:
     def __init__(
         self,
         ignore: IgnoreRules,
-        seen_as: tuple[str, ...],
+        seen_as: str,
         size_max: int,
         *,
         is_lenient: bool,
         progress: ScanProgress | None,
     ) -> None:
         self._ignore = ignore
-        self._seen_as = seen_as
+        self._top = seen_as
         self._size_max = size_max
         self._is_lenient = is_lenient
         self._progress = progress
         self._size = 0
-        self._top = ""
         self._drafts: list[EntryDraft] = []
         self._cutters = {
             average: FastCDC(average, min_size=average // 4, max_size=average * 4)
@@ -171,7 +173,6 @@ class _Scan:
 
     def run(self, root: Path, beneath: str) -> Manifest:
         """Walk, and return the manifest. Raises StagingError; FileNotFoundError for an absent `beneath`."""
-        self._top = str(root / beneath)
         try:
             descriptor = _open_beneath(root, beneath, "")
         except (FileNotFoundError, NotADirectoryError):
@@ -271,10 +272,9 @@ class _Scan:
             target.encode()
         except UnicodeEncodeError:
             raise _Unusable("is a symlink to a name that is not UTF-8") from None
-        for top in self._seen_as:
-            if target == top or target.startswith(f"{top}/"):
-                ups = "../" * path.count("/")
-                target = ups + target[len(top) + 1 :] or "."
+        if target == self._top or target.startswith(f"{self._top}/"):
+            ups = "../" * path.count("/")
+            target = ups + target[len(self._top) + 1 :] or "."
         problem = symlink_problem(path, target)
         if problem:
             raise _Unusable(f"is a symlink that {problem}")

@@ -113,8 +113,8 @@ class JobRunner:
     async def _start(self, job: Job, scratch: Scratch, stdout: int, stderr: int) -> RunningJob:
         sandbox = self.sandbox()
         await sandbox.sweep(self.name)
-        owner = self._side.job_uid
-        await trio.to_thread.run_sync(partial(make_directory, scratch.path, job.workdir, owner=owner))
+        make = partial(make_directory, scratch.path, job.workdir, owner=self._side.job_uid, seen_as=JOB_DIR)
+        await trio.to_thread.run_sync(make)
         return await sandbox.start(self._spec(job, scratch, stdout, stderr))
 
     async def _live(self, started: RunningJob, scratch: Scratch) -> JobEnd:

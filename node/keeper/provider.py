@@ -249,6 +249,10 @@ class ProviderKeeper:
         """End the job."""
         await self._journal.feed(machine.CancelAsked(reason, detail, notice_ms))
 
+    async def collect(self) -> None:
+        """Refuse: results are the renter's to collect."""
+        raise NodeError("a provider's keeper collects nothing")
+
     async def conclude(self, reason: FailReason, detail: str) -> None:
         """Refuse: a provider's lease ends when its job and its results do, whatever the renter signs."""
         raise NodeError(f"a provider's keeper is not concluded ({reason} {detail})".strip())

@@ -34,6 +34,8 @@ DISK_MIB_DEFAULT = 1024
 ERASE_RETRY_S = 1.0
 ERASE_RETRY_MAX_S = 60.0
 DETAIL_MAX = 1000
+OUTPUT_SIZE_FACTOR = 2
+"""An output may be so many times the scratch's size: holes and second links count as if they were full."""
 
 log = get_logger(__name__)
 
@@ -132,7 +134,9 @@ class ProviderFiles:
 
         def make_draft(manifest: Manifest) -> DraftTree:
             owner = self._side.job_uid
-            return DraftTree(scratch.path, wanted.destination, manifest, f"in{index}", owner=owner)
+            return DraftTree(
+                scratch.path, wanted.destination, manifest, f"in{index}", owner=owner, seen_as=JOB_DIR
+            )
 
         receiver = self._receivers.get(index)
         if receiver is None:
@@ -154,10 +158,11 @@ class ProviderFiles:
             try:
                 scratch = await self.scratch()
                 seen_as = str(scratch.path) if self._file.isolation == UNSAFE_TIER else JOB_DIR
-                scan = partial(scan_beneath, seen_as=seen_as, size_max=self.disk_mib * 2**20)
+                size_max = OUTPUT_SIZE_FACTOR * self.disk_mib * 2**20
+                scan = partial(scan_beneath, seen_as=seen_as, size_max=size_max)
                 tree = await trio.to_thread.run_sync(scan, scratch.path, path)
             except NodeError as error:
-                problems.append(str(error).replace(str(self._directory), ""))
+                problems.append(f"{path} was not kept: {self.without_paths(str(error))}")
                 trees.append(None)
                 continue
             if tree is None:
@@ -171,6 +176,12 @@ class ProviderFiles:
             for path, tree in zip(job.outputs, trees, strict=True)
         )
         return told, "; ".join(problems)[:DETAIL_MAX]
+
+    def without_paths(self, text: str) -> str:
+        """Return `text` with the job's paths where it names this machine's."""
+        if self._scratch is not None:
+            text = text.replace(str(self._scratch.path), JOB_DIR)
+        return text.replace(str(self._directory), "")
 
     async def send_output(self, index: int, link: FrameLink, progress: Progress) -> None:
         """Send the job's `index`-th output; raises what `send_tree` does."""

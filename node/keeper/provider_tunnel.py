@@ -129,7 +129,7 @@ class ProviderTunnel:
             if not isinstance(cause, StreamCut):
                 log.warning("keeper.peer_fault", reason=str(cause))
                 await self.journal.feed(machine.PeerBroke(f"the renter broke the protocol: {cause}"[:1000]))
-            await connection.aclose(str(cause)[:200])
+            await connection.aclose(self._files.without_paths(str(cause))[:200])
 
     async def _serve_opened(self, connection: TunnelConnection, link: FrameLink) -> None:
         opened = await link.receive_as(ControlOpened, BulkOpened, LogOpened, ShellOpened)
@@ -201,7 +201,7 @@ class ProviderTunnel:
         return StatusTold(
             phase=state.phase,
             outcome=state.outcome,
-            detail=_note(state.detail),
+            detail=_note(self._files.without_paths(state.detail)),
             has_job=state.inputs is not None,
             staged=state.staged,
             started_at=state.started_at or 0,
@@ -227,7 +227,9 @@ class ProviderTunnel:
         try:
             await self._files.receive_input(index, link, lambda done, _total: self._note_staged(index, done))
         except DiskFull as error:
-            await self.journal.feed(machine.InputFailed(FailReason.DISK_FULL, _note(str(error))))
+            problem = f"the inputs do not fit on the job's disk of {self._files.disk_mib} MiB: {error}"
+            detail = _note(f"{problem}; ask for a larger one with --disk")
+            await self.journal.feed(machine.InputFailed(FailReason.DISK_FULL, detail))
             raise
         except StagingError as error:
             await self.journal.feed(machine.InputFailed(FailReason.STAGING_FAILED, _note(str(error))))

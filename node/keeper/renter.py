@@ -32,15 +32,15 @@ from node.lease.files import (
 )
 from node.lease.link import FrameStream
 from node.log import get_logger
-from node.ports import Clock
+from node.ports import Clock, EndReason
 from node.tunnel import TunnelLimits, open_endpoint
 from protocol.envelope import seal
 from protocol.errors import IllegalTransition
-from protocol.frames import CancelAsked, LogSource, OutputsCollected, VoucherSent
+from protocol.frames import CancelAsked, LogSource, OutputsCollected, StatusTold, VoucherSent
 from protocol.identity import NetworkId
 from protocol.machines import renter_lease
 from protocol.machines import renter_lease_types as machine
-from protocol.machines.lease import FailReason, LeasePhase
+from protocol.machines.lease import OVER_PHASES, FailReason, LeasePhase
 from protocol.machines.renter_lease_types import RenterLease
 from protocol.records.money import Voucher
 
@@ -168,7 +168,7 @@ class RenterKeeper:
             sequence=0,
             phase=state.phase,
             outcome=state.outcome,
-            detail=state.waits or state.detail or ("" if state.is_connected else self._tunnel.problem),
+            detail=state.waits or state.detail or _end_in_words(told) or self._absence(state),
             connected=state.is_connected,
             peer_address=self._tunnel.peer_address,
             started_at=0 if told is None else told.started_at,
@@ -197,6 +197,9 @@ class RenterKeeper:
             kept_until=0 if told is None else told.kept_until,
             usage={} if told is None else dict(told.usage),
         )
+
+    def _absence(self, state: RenterLease) -> str:
+        return "" if state.is_connected or state.phase in OVER_PHASES else self._tunnel.problem
 
     async def carry_out(self, effect: machine.Effect) -> machine.Event | None:
         """Carry out what the machine wants, or start to."""
@@ -238,6 +241,11 @@ class RenterKeeper:
         log.info("keeper.cancel", reason=str(reason), notice_ms=notice_ms)
         await self._journal.feed(machine.CancelAsked(reason, detail))
 
+    async def collect(self) -> None:
+        """Try at once what waits: an output that could not be stored, a tunnel that could not be opened."""
+        self._tunnel.hurry()
+        await trio.lowlevel.checkpoint()
+
     async def conclude(self, reason: FailReason, detail: str) -> None:
         """Take note that the provider has signed for the lease's end."""
         log.info("keeper.provider_done", reason=str(reason))
@@ -253,3 +261,10 @@ class RenterKeeper:
     async def execute(self, argv: tuple[str, ...], daemon: FrameStream) -> None:
         """Run another command in the job's sandbox."""
         await self._tunnel.execute(argv, daemon)
+
+
+def _end_in_words(told: StatusTold | None) -> str:
+    """Return what the job's owner can do about how it ended, "" when that is the job's own business."""
+    if told is not None and told.job_end == EndReason.OUT_OF_MEMORY:
+        return "the job ran out of memory and was killed: ask for more with --memory"
+    return ""

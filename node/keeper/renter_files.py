@@ -17,12 +17,16 @@ from node.jobs.transfer import TreeReceiver, send_tree
 from node.jobs.tree import ScannedTree, scan_tree
 from node.keeper.wire import FrameLink
 from node.lease.files import RenterSide
+from node.log import get_logger
 from node.ports import Progress
 from protocol.errors import IllegalTransition
 from protocol.frames import LogData, LogEnded, LogSource, OutputTold
 from protocol.manifest import Manifest
 
 DRAFT_NAME_SIZE = 12
+LOG_RETRY_S = 1.0
+
+log = get_logger(__name__)
 
 
 class RenterFiles:
@@ -94,12 +98,22 @@ class RenterFiles:
         return f"{self._lease.hex()[:DRAFT_NAME_SIZE]}-{index}"
 
     async def append_log(self, data: LogData) -> None:
-        """Write some of the job's output. Raises IllegalTransition when it does not come after the last."""
+        """Write some of the job's output, once there is room for it: the provider keeps the rest meanwhile.
+
+        Raises IllegalTransition when it does not come after the last.
+        """
         writer = self.logs[data.source]
         if data.offset < writer.size:
             raise IllegalTransition("the provider sends the log backwards")
-        writer.skip_to(data.offset)
-        await trio.to_thread.run_sync(writer.append, data.data)
+        while True:
+            try:
+                writer.skip_to(data.offset)
+                await trio.to_thread.run_sync(writer.append, data.data[writer.size - data.offset :])
+            except OSError as error:
+                log.error("keeper.log_not_written", reason=str(error))
+                await trio.sleep(LOG_RETRY_S)
+            else:
+                return
 
     def is_log_complete(self, ended: LogEnded) -> bool:
         """Return whether both logs are here up to the provider's end."""

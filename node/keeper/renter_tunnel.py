@@ -67,6 +67,7 @@ class RenterTunnel:
         self._connection: TunnelConnection | None = None
         self._outbox: deque[Frame] = deque(maxlen=OUTBOX_MAX)
         self._mail = trio.Event()
+        self._hurry = trio.Event()
         self.problem = ""
         """Why there is no tunnel, for people."""
         self.staging_bytes: dict[int, int] = {}
@@ -95,8 +96,17 @@ class RenterTunnel:
             connection = await self._dial(endpoint)
             if connection is not None and await self._use(connection):
                 pause_s = DIAL_PAUSE_MIN_S
-            await trio.sleep(pause_s)
+            await self._pause(pause_s)
             pause_s = min(DIAL_PAUSE_MAX_S, pause_s * 2)
+
+    def hurry(self) -> None:
+        """Try again now what waits to be tried again."""
+        self._hurry.set()
+        self._hurry = trio.Event()
+
+    async def _pause(self, length_s: float) -> None:
+        with trio.move_on_after(length_s):
+            await self._hurry.wait()
 
     async def close(self, reason: str) -> None:
         """Close the present tunnel; `keep` dials again."""
@@ -212,7 +222,8 @@ class RenterTunnel:
                 await link.send(BulkOpened(Direction.INPUT, index))
                 await self._files.send_input(index, link, note)
         except DiskFull as error:
-            await self.journal.feed(machine.InputFailed(FailReason.DISK_FULL, str(error)[:1000]))
+            detail = f"the inputs do not fit on the job's disk: {error}; ask for a larger one with --disk"
+            await self.journal.feed(machine.InputFailed(FailReason.DISK_FULL, detail[:1000]))
         except (StagingError, TransferRefused) as error:
             await self.journal.feed(machine.InputFailed(FailReason.STAGING_FAILED, str(error)[:1000]))
         finally:
@@ -234,8 +245,10 @@ class RenterTunnel:
                 await link.send(BulkOpened(Direction.OUTPUT, index))
                 detail = await self._files.fetch_output(index, output, link, note)
         except (DiskFull, StagingError, TransferRefused) as error:
-            await self.journal.feed(machine.FetchFailed(f"{output.path} waits: {error}"[:1000]))
-            await trio.sleep(FETCH_PAUSE_S)
+            again = "it is tried again, or at once with: gpunode fetch"
+            detail = f"{output.path} waits at the provider: {error}; {again}"
+            await self.journal.feed(machine.FetchFailed(detail[:1000]))
+            await self._pause(FETCH_PAUSE_S)
         else:
             await self.journal.feed(machine.OutputFetched(index, output.manifest or b"", detail))
         finally:

@@ -72,7 +72,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
     method: str
-    """"status", "subscribe", "cancel", "conclude", "settle" or "execute"."""
+    """"status", "subscribe", "cancel", "collect", "conclude", "settle" or "execute"."""
     reason: str = ""
     detail: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     notice_ms: int | None = None
@@ -197,6 +197,10 @@ class KeeperLink:
         Returns once the keeper has taken note, durably; outputs are still collected. Idempotent.
         """
         await self._ask(Request(self._take_id(), "cancel", reason=str(reason), detail=detail, notice_ms=notice_ms))
+
+    async def collect(self) -> None:
+        """Have a renter's keeper try at once what waits to be tried again: outputs, and the tunnel."""
+        await self._ask(Request(self._take_id(), "collect"))
 
     async def conclude(self, reason: FailReason, *, detail: str = "") -> None:
         """Tell a renter's keeper that the provider is done with the lease, and will not answer any more.

@@ -48,6 +48,9 @@ class LeaseService(Protocol):
     async def cancel(self, reason: FailReason, detail: str, notice_ms: int | None) -> None:
         """End the job; returns once that is durable."""
 
+    async def collect(self) -> None:
+        """Try at once what waits to be tried again; raises NodeError where that means nothing."""
+
     async def conclude(self, reason: FailReason, detail: str) -> None:
         """Take note that the other side is done with the lease; raises NodeError where that means nothing."""
 
@@ -159,6 +162,9 @@ async def _reply(request: Request, service: LeaseService) -> Reply:
                 if notice_ms is not None and not 0 <= notice_ms <= NOTICE_MAX_MS:
                     return Reply(request.id, error=f"a notice is between 0 and {NOTICE_MAX_MS} ms")
                 await service.cancel(FailReason(request.reason), request.detail, notice_ms)
+                return Reply(request.id)
+            case "collect":
+                await service.collect()
                 return Reply(request.id)
             case "conclude":
                 await service.conclude(FailReason(request.reason), request.detail)

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import msgspec
 
+from node.errors import BadArgument
 from protocol.matching import Candidate, Requirement
 from protocol.records import Job, JobInput, Resources, Terms
 from protocol.records.fields import LIST_MAX
 from protocol.units import Price, cost
 
 DISK_DEFAULT_MIB = 10 * 1024
+MIB = 1024 * 1024
 INPUT_RATE = 4 * 1024 * 1024
 """Bytes a second that inputs are expected to travel at least."""
 
@@ -78,6 +80,22 @@ def job_for(spec: JobSpec, candidate: Candidate) -> Job:
         resources=resources,
         time_limit_ms=spec.time_limit_ms,
     )
+
+
+def with_room_for_inputs(wanted: Requirement, size: int) -> Requirement:
+    """Return `wanted` with a disk on which inputs of `size` bytes leave room, where it names none.
+
+    Raises BadArgument when it names one on which they do not fit.
+    """
+    size_mib = -(-size // MIB)
+    if wanted.disk_mib and size_mib > wanted.disk_mib:
+        raise BadArgument(
+            f"the inputs take {size_mib} MiB, and the job's disk is to have {wanted.disk_mib} MiB",
+            hint="ask for a larger disk with --disk",
+        )
+    if wanted.disk_mib or size_mib * 2 <= DISK_DEFAULT_MIB:
+        return wanted
+    return msgspec.structs.replace(wanted, disk_mib=size_mib + DISK_DEFAULT_MIB)
 
 
 def lease_ms(spec: JobSpec, terms: Terms) -> int:

@@ -139,6 +139,12 @@ class Leases:
             raise LinkError("the lease's keeper does not answer right now")
         await live.link.cancel(reason, detail=detail, notice_ms=notice_ms)
 
+    async def collect(self, live: LiveLease) -> None:
+        """Have a renter's keeper try at once what waits to be tried again. Raises LinkError."""
+        if live.link is None:
+            raise LinkError("the lease's keeper does not answer right now")
+        await live.link.collect()
+
     async def conclude(self, live: LiveLease, reason: FailReason, detail: str) -> None:
         """Tell a renter's keeper that its provider is done with the lease. Raises LinkError."""
         if live.link is None:

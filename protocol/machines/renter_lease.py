@@ -16,6 +16,7 @@ Rules:
 - Our own meter bounds the provider's: job time and standstills together can't exceed the time since the job was
   last known not to run, by over 1% and over 2 s. Beyond it nothing more is signed, and the lease is cancelled.
 - After the job's end one voucher for exactly its cost is signed, if the last one is below it.
+- A cancellation after the job's end gives up outputs that can't be stored here; others are still collected.
 - Nothing is said to be collected before every output is verified and in its place.
 - A tunnel that is lost ends nothing: the job goes on, and is found again until the lease's end and its results
   until their retention's.
@@ -247,6 +248,8 @@ def _cancel(lease: RenterLease, reason: FailReason, detail: str, now: int) -> St
     """Want the lease to end, and ask the provider for it now or when it is there again."""
     if reason is FailReason.PROVIDER_AWAY and not lease.is_connected and lease.phase not in OVER_PHASES:
         return Step(_failed(lease, str(reason), detail, now))
+    if lease.phase is LeasePhase.COLLECTING and lease.waits and reason is FailReason.CANCELLED:
+        return Step(_failed(lease, str(reason), "cancelled, and the outputs given up", now))
     if lease.cancel or lease.phase in AFTER_JOB_PHASES:
         return Step(lease)
     lease = _with(lease, cancel=str(reason), detail=detail)

@@ -289,12 +289,13 @@ def test_cli_run_goes_on_when_the_daemon_is_restarted(bench: Bench) -> None:
     assert b"waiting for the daemon" in told
 
 
-def test_cli_run_says_where_output_was_dropped(bench: Bench) -> None:
+@pytest.mark.parametrize("command", ["attach", "logs"])
+def test_cli_run_says_where_output_was_dropped(bench: Bench, command: str) -> None:
     bench.daemon.replies["jobs.logs"] = [
         jobs.LogChunk(stream=jobs.LogStream.STDOUT, offset=0, data=b"head\n"),
         jobs.LogChunk(stream=jobs.LogStream.STDOUT, offset=5_000_005, data=b"tail\n"),
     ]
-    ran = bench.run("attach", "-")
+    ran = bench.run(command, "-")
     assert ran.stdout == b"head\ntail\n"
     assert b"[5.0 MB of stdout were dropped" in ran.stderr
 

@@ -33,6 +33,7 @@ from protocol.frames import (
 )
 from protocol.machines.lease import COMPLETED, FAULTS_MAX, FailReason, LeasePhase
 from protocol.records.job import Resources
+from protocol.records.offer import Terms
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="keepers of a provider run jobs under other uids")
 
@@ -156,7 +157,7 @@ async def test_renter_that_never_stops_breaking_it_is_given_up() -> None:
 
 
 async def test_shells_of_a_job_are_counted() -> None:
-    with pair(SLEEPING) as keepers:
+    with pair(SLEEPING, terms=Terms(voucher_interval_ms=60_000)) as keepers:  # nobody pays here
         keepers.provider.start()
         port = (await keepers.provider.wait_for(lambda status: status.port != 0)).port
         async with dialled(keepers, port) as connection:

@@ -2,9 +2,12 @@
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from node.daemon.keepers import KeeperProcesses, KeeperUnits, keeper_environment, keeper_host, unit_command
 from node.errors import JobError
@@ -96,3 +99,22 @@ def test_units_are_used_only_where_systemd_runs_us(tmp_path: Path, monkeypatch: 
     assert type(keeper_host(tmp_path / "run")) is KeeperProcesses
     monkeypatch.setenv("INVOCATION_ID", "1")
     assert type(keeper_host(tmp_path / "run")) is KeeperUnits
+
+
+async def test_keepers_that_have_ended_do_not_stay_as_zombies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = KeeperProcesses(tmp_path / "run")
+    host.prepare()
+    command = [sys.executable, "-c", "pass"]
+    monkeypatch.setattr("node.daemon.keepers.keeper_command", lambda _directory, _socket: command)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(host.run)
+        await trio.testing.wait_all_tasks_blocked()
+        await host.start(tmp_path, host.socket_path(LEASE), os.getuid(), os.getgid())
+        (child,) = host._children
+        with trio.fail_after(60):
+            while child.returncode is None:
+                await trio.sleep(0.005)
+        nursery.cancel_scope.cancel()
+    assert child.returncode == 0

@@ -1,8 +1,10 @@
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
-from node.errors import StagingError
+from node.errors import DiskFull, StagingError
 from node.jobs.draft import DraftTree, discard_draft, make_directory
 from node.jobs.tree import scan_tree
 
@@ -51,3 +53,35 @@ def test_directories_are_made_but_not_through_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/tmp")
     with pytest.raises(StagingError):
         make_directory(tmp_path, "link/x", owner=0)
+
+
+def test_errors_call_the_root_as_those_who_hear_them_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    root = tmp_path / "root"
+    root.mkdir()
+    manifest = scan_tree(tmp_path / "file").manifest
+
+    def open_error(name: str) -> str:
+        with pytest.raises((StagingError, DiskFull)) as caught:
+            DraftTree(root, "place", manifest, name, seen_as="/job").open()
+        assert str(tmp_path) not in f"{caught.value} {caught.value.hint}"
+        return str(caught.value)
+
+    (root / ".gpunode-t.partial").write_text("mine")
+    assert open_error("t") == "/job/.gpunode-t.partial is in the way"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 10, 0))
+    assert open_error("u") == "/job lacks 17 MiB for what is coming"
+    monkeypatch.setattr(
+        Path, "mkdir", lambda self, mode: raise_(OSError(errno.EACCES, "Permission denied", str(self)))
+    )
+    assert open_error("v") == "cannot write /job/.gpunode-v.partial: Permission denied"
+    monkeypatch.setattr(
+        Path, "mkdir", lambda _self, mode: raise_(OSError(errno.ENOSPC, "No space left on device"))
+    )
+    assert open_error("w") == "the disk of /job/place is full"
+
+
+def raise_(error: Exception) -> None:
+    raise error

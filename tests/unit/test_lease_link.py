@@ -27,6 +27,7 @@ class OneLease:
             lease=bytes(16), role=Role.PROVIDER, generation=3, sequence=1, phase=LeasePhase.SIGNED
         )
         self.cancels: list[tuple[FailReason, str, int | None]] = []
+        self.collections = 0
         self.concluded: list[tuple[FailReason, str]] = []
         self._news = trio.Event()
 
@@ -45,6 +46,9 @@ class OneLease:
 
     async def cancel(self, reason: FailReason, detail: str, notice_ms: int | None) -> None:
         self.cancels.append((reason, detail, notice_ms))
+
+    async def collect(self) -> None:
+        self.collections += 1
 
     async def conclude(self, reason: FailReason, detail: str) -> None:
         self.concluded.append((reason, detail))
@@ -71,6 +75,8 @@ async def test_daemon_reads_cancels_and_settles(tmp_path: Path) -> None:
         assert await keeper.status() == lease.now
         await keeper.cancel(FailReason.INTERRUPTED, detail="owner", notice_ms=5)
         assert lease.cancels == [(FailReason.INTERRUPTED, "owner", 5)]
+        await keeper.collect()
+        assert lease.collections == 1
         await keeper.conclude(FailReason.RENTER_AWAY, detail="it is done")
         assert lease.concluded == [(FailReason.RENTER_AWAY, "it is done")]
         with pytest.raises(link.LinkError, match="not over"):

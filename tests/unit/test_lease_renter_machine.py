@@ -283,3 +283,16 @@ def test_what_could_not_be_stored_is_why_a_lease_fails_in_the_end() -> None:
     lease.feed(r.ProviderDone(FailReason.RETENTION_PASSED, "the results are erased"))
     assert (lease.lease.phase, lease.lease.outcome) == (LeasePhase.FAILED, FailReason.RETENTION_PASSED)
     assert lease.lease.detail == "the results are erased: a waits: the disk is full"
+
+
+def test_cancelling_after_the_jobs_end_gives_up_only_what_can_not_be_stored() -> None:
+    lease = running()
+    lease.told(phase=LeasePhase.COLLECTING, metered_ms=10, exit_status=0, after_ms=10, outputs=OUTPUTS[:1])
+    lease.feed(r.CancelAsked(FailReason.CANCELLED))
+    assert lease.lease.phase is LeasePhase.COLLECTING
+    lease.feed(r.FetchFailed("a waits: the disk is full"))
+    lease.feed(r.CancelAsked(FailReason.METERS_DIVERGED))
+    assert lease.lease.phase is LeasePhase.COLLECTING
+    lease.feed(r.CancelAsked(FailReason.CANCELLED))
+    assert (lease.lease.phase, lease.lease.outcome) == (LeasePhase.FAILED, FailReason.CANCELLED)
+    assert lease.lease.detail == "cancelled, and the outputs given up: a waits: the disk is full"

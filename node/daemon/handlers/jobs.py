@@ -19,7 +19,8 @@ from node.daemon.views import (
 )
 from node.errors import BadArgument, NoMatch
 from node.jobs.logs import LogReader
-from node.market.jobspec import JobSpec, SpecInput, SpecOutput
+from node.lease.link import LinkError
+from node.market.jobspec import JobSpec, SpecInput, SpecOutput, with_room_for_inputs
 from node.rpc.method import Caller, Handlers
 from node.rpc.methods import jobs as api
 from node.store import RecordRow, Transaction
@@ -54,6 +55,7 @@ async def _run(state: Daemon, params: api.RunParams, caller: Caller) -> api.RunR
     if state.is_draining:
         raise BadArgument("the daemon is draining: it takes no new jobs")
     wanted = requirement_of(params.requirement, params.time_limit_ms, state.context.node, params.environment)
+    wanted = with_room_for_inputs(wanted, sum(item.size for item in params.inputs))
     matches = priced(state, wanted)
     if wanted.max_price is None:
         if not matches.candidates:
@@ -238,6 +240,9 @@ async def _fetch(state: Daemon, params: api.JobParams, caller: Caller) -> api.Fe
     job = await state.find_job(params.job, caller)
     outputs = _outputs(job)
     collecting = job.live is not None and not all(output.collected for output in outputs)
+    if job.live is not None and job.live.lease is not None:
+        with suppress(LinkError):  # a keeper that is being started tries at once anyway
+            await state.market.leases.collect(job.live.lease)
     return api.FetchResult(job=job.row.id, outputs=outputs, collecting=collecting)
 
 
