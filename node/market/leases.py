@@ -156,6 +156,14 @@ class Leases:
         if live.link is not None:
             await live.link.settle()
 
+    async def has_settled(self, lease: bytes) -> bool:
+        """Return whether the lease's keeper has cleared up and ended for good, or left no directory."""
+        directory = self._context.lease_directory(lease)
+        status = await trio.to_thread.run_sync(_status_on_disk, directory)
+        if status is None:
+            return not await trio.Path(directory).exists()
+        return status.phase is LeasePhase.SETTLED
+
     async def save(self, live: LiveLease, **changes: SqlValue) -> None:
         """Store changes of the lease's row."""
         await self._context.store.transaction(lambda tx: tx.leases.change(live.row.lease, **changes))

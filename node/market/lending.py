@@ -84,10 +84,10 @@ class Lender:
             await trio.sleep_forever()
 
     async def _is_to_follow(self, row: LeaseRow) -> bool:
-        if row.state in (LeaseState.LAPSED, LeaseState.FORGOTTEN):
-            # A keeper that was started for nothing has to be told so; one whose lease was lost, to clear up.
-            return await trio.Path(self._context.lease_directory(row.lease)).exists()
-        return row.state in LIVE_STATES or (row.state == LeaseState.SETTLED and not row.released_at)
+        if row.state in LIVE_STATES or (row.state == LeaseState.SETTLED and not row.released_at):
+            return True
+        # A keeper that was started for nothing has to be told so; any other that is left, to clear up.
+        return await trio.Path(self._context.lease_directory(row.lease)).exists()
 
     def spawn_start(self, lease: bytes) -> None:
         """Start a countersigned lease's keeper in a task, and report to its auction."""

@@ -66,8 +66,10 @@ class Renter:
         bid = job.purchase.bid if job is not None and job.purchase.phase is Phase.GRANTED else None
         if bid is None or bid.lease != row.lease:
             job = None
-        is_live = row.state in (*LIVE_STATES, LeaseState.FORGOTTEN)
-        if not is_live and not (row.state == LeaseState.SETTLED and job is not None):
+        is_over = row.state == LeaseState.SETTLED
+        if row.state not in (*LIVE_STATES, LeaseState.FORGOTTEN) and not is_over:
+            return
+        if is_over and job is None and await self._leases.has_settled(row.lease):
             return
         if await trio.Path(self._context.lease_directory(row.lease)).exists():
             live = self._leases.adopt(row)

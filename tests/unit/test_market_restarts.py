@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 import trio.lowlevel
@@ -11,11 +12,12 @@ from support.memory_network import Faults
 from support.signers import NETWORK
 from trio.abc import Clock
 
+from node.lease.files import write_status
 from node.market.leases import LeaseState
 from node.market.live_job import LiveJob
 from protocol.envelope import Sealed, seal
 from protocol.machines.auction_types import HOLD_MS, free_units
-from protocol.machines.lease import FailReason, LeasePhase
+from protocol.machines.lease import COMPLETED, FailReason, LeasePhase
 from protocol.machines.purchase import Phase
 from protocol.records import (
     Ack,
@@ -202,3 +204,51 @@ def a_receipt(award: Sealed[Award], bid: Sealed[Bid], signed: Sealed[Countersign
         voucher_number=0,
         simulated=award.record.simulated,
     )
+
+
+# --- keepers that were not told -----------------------------------------------------------------------------
+
+
+async def settled_lease(town: Town, role: str) -> tuple[MarketNode, Path]:
+    """Let a lease be settled; return the node of that role, and the lease's directory, which is still there."""
+    provider, renter = await pair(town)
+    job = await renter.submit()
+    await until(lambda: job.purchase.phase is Phase.GRANTED)
+    lease = provider.lease_rows()[0].lease
+    for side in (renter, provider):
+        await side.leases.say(lease, phase=LeasePhase.COLLECTED, outcome=COMPLETED)
+    both = (provider, renter)
+    await until(
+        lambda: {side.lease_rows()[0].state for side in both} == {LeaseState.SETTLED},
+        "the receipt's two signatures",
+    )
+    await until(lambda: provider.lease_rows()[0].released_at and not renter.market.jobs.by_id, "the job's end")
+    node = provider if role == "provider" else renter
+    directory = node.context.lease_directory(lease)
+    directory.mkdir(parents=True, exist_ok=True)
+    return node, directory
+
+
+@pytest.mark.parametrize("role", ["provider", "renter"])
+async def test_a_daemon_that_died_before_its_keeper_had_settled_tells_it_so(
+    town: Town, autojump_clock: Clock, role: str
+) -> None:
+    node, directory = await settled_lease(town, role)
+    await town.restart(node)
+    await until(lambda: bytes.fromhex(directory.name) in node.leases.settled, "the keeper to be told")
+
+
+async def test_a_provider_follows_no_lease_that_is_cleared_away(town: Town, autojump_clock: Clock) -> None:
+    node, directory = await settled_lease(town, "provider")
+    directory.rmdir()
+    await town.restart(node)
+    assert not node.leases.live
+
+
+async def test_a_renter_follows_no_keeper_that_has_settled(town: Town, autojump_clock: Clock) -> None:
+    node, directory = await settled_lease(town, "renter")
+    status = node.leases.live[bytes.fromhex(directory.name)].status
+    assert status is not None
+    write_status(directory, msgspec.structs.replace(status, phase=LeasePhase.SETTLED))
+    await town.restart(node)
+    assert not node.leases.live
