@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trio
 
-from node.errors import JobError, NodeError
+from node.errors import ConfigError, JobError, NodeError
 from node.lease.spare import Spare, connect_spare
 from node.log import get_logger
 from node.market.context import HasEnded
@@ -68,14 +68,8 @@ class KeeperProcesses:
         self._sockets.chmod(0o711)
 
     def socket_path(self, lease: bytes) -> Path:
-        """Return where the lease's keeper listens. Raises JobError when the path would be too long."""
-        path = self._sockets / lease.hex()[:SOCKET_NAME_SIZE] / "s"
-        if len(os.fsencode(path)) > SOCKET_PATH_MAX:
-            raise JobError(
-                f"the keepers' sockets would have paths of more than {SOCKET_PATH_MAX} bytes: {path}",
-                hint="set runtime_dir to a shorter path",
-            )
-        return path
+        """Return where the lease's keeper listens. Raises ConfigError when the path would be too long."""
+        return _checked(self._sockets / lease.hex()[:SOCKET_NAME_SIZE] / "s")
 
     async def start(self, directory: Path, socket: Path, uid: int, gid: int) -> HasEnded:
         """Start a keeper, and return what tells whether it has ended. Raises JobError when it can't be started."""
@@ -227,10 +221,33 @@ async def _systemd_run(command: list[str]) -> None:
         raise JobError(f"cannot start a keeper's unit: {problem}")
 
 
+def refuse_long_paths(runtime_dir: Path) -> None:
+    """Raise ConfigError when keepers could not listen below `runtime_dir`. Creates nothing."""
+    _checked(runtime_dir / "k" / ("0" * SOCKET_NAME_SIZE) / "s")
+
+
+def _checked(path: Path) -> Path:
+    if len(os.fsencode(path)) > SOCKET_PATH_MAX:
+        raise ConfigError(
+            f"the keepers' sockets would have paths of more than {SOCKET_PATH_MAX} bytes: {path}",
+            hint="set runtime_dir to a shorter path",
+        )
+    return path
+
+
+def runs_as_service() -> bool:
+    """Return whether systemd runs this very process as a service, and starts units for us.
+
+    SYSTEMD_EXEC_PID (systemd.exec(5)) names the service's own process: a daemon started from a shell of some
+    service inherits the variable with another pid.
+    """
+    is_service = os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
+    return is_service and shutil.which("systemd-run") is not None
+
+
 def keeper_host(runtime_dir: Path) -> KeeperProcesses:
     """Return the way to start keepers here: units where systemd runs us as a service, else processes."""
-    runs_as_service = "INVOCATION_ID" in os.environ and shutil.which("systemd-run") is not None
-    host = KeeperUnits(runtime_dir) if runs_as_service else KeeperProcesses(runtime_dir)
+    host = KeeperUnits(runtime_dir) if runs_as_service() else KeeperProcesses(runtime_dir)
     host.prepare()
     return host
 

@@ -17,9 +17,10 @@ from node import __version__
 from node.clock import SystemClock
 from node.config import Config, Loaded
 from node.daemon.handlers import handlers_of
-from node.daemon.keepers import KeeperProcesses, keeper_host
+from node.daemon.keepers import KeeperProcesses, keeper_host, refuse_long_paths
 from node.daemon.metrics import serve_metrics
 from node.daemon.notify import beat, notify
+from node.daemon.probing import probe_tiers
 from node.daemon.state import Daemon
 from node.devices import DeviceLocks, DeviceNodes, NvmlSource, SimulatedSource, combined
 from node.errors import NodeError, StoreError
@@ -31,7 +32,6 @@ from node.market.market import Market
 from node.ports import DeviceSource, Probe, TaskStatus
 from node.rpc.paths import SOCKET_NAME
 from node.rpc.server import serve
-from node.sandbox import construct
 from node.store import Store
 from node.swarm import open_swarm
 
@@ -51,6 +51,9 @@ def run(loaded: Loaded) -> None:
         trio.run(_main, loaded, strict_exception_groups=True)
     except* NodeError as group:
         problem = _first(group)
+    except* Exception as group:
+        log.critical("daemon.crashed", exc_info=group)  # a bug: nobody else will see where
+        raise
     if problem is not None:
         raise problem
 
@@ -73,7 +76,7 @@ async def _main(loaded: Loaded) -> None:
         clock = SystemClock()
         keepers = keeper_host(config.runtime_dir)
         source = device_source(config)
-        probes = await _probe_tiers(config)
+        probes = await probe_tiers(config.lend.isolation, config.runtime_dir)
         inventory = await _inventory(config, source, clock, key.public_key, probes)
         secret = config.network.key
         async with open_swarm(
@@ -161,11 +164,16 @@ async def _wait_for_stop(daemon: Daemon) -> None:
 
 def _prepare_directories(config: Config) -> Path:
     """Make the state and runtime directories; return this machine's part of the state."""
+    refuse_long_paths(config.runtime_dir)
     try:
         config.state_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         root = state_root(config.state_dir)
         root.mkdir(mode=0o711, parents=True, exist_ok=True)
         (root / "leases").mkdir(mode=0o711, exist_ok=True)
+        if os.geteuid() == 0:
+            # Keepers of other users' jobs run as those users and pass through here; the umask has taken that away.
+            for directory in (config.state_dir, root, root / "leases"):
+                directory.chmod(0o711)
         config.runtime_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
@@ -181,14 +189,6 @@ def device_source(config: Config) -> DeviceSource:
     if not config.simulated_devices:
         return nvml
     return combined(SimulatedSource(config.simulated_devices), nvml)
-
-
-async def _probe_tiers(config: Config) -> tuple[Probe, ...]:
-    """Run something in every tier that the configuration names."""
-    tiers = [
-        tier for tier in construct(allow_unsafe=config.lend.unsafe_process) if tier.tier in config.lend.isolation
-    ]
-    return tuple([await tier.probe() for tier in tiers])
 
 
 async def _inventory(

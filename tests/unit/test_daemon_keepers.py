@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from node.daemon.keepers import KeeperProcesses, KeeperUnits, keeper_environment, keeper_host, unit_command
-from node.errors import JobError
+from node.errors import ConfigError, JobError
 
 LEASE = bytes(range(16))
 
@@ -25,7 +25,7 @@ def test_sockets_have_short_paths_in_a_directory_that_others_cannot_list(tmp_pat
 
 def test_a_socket_path_that_would_be_too_long_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
     host = KeeperProcesses(tmp_path / ("x" * 100))
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(ConfigError) as caught:
         host.socket_path(LEASE)
     assert "runtime_dir" in caught.value.hint
 
@@ -95,9 +95,11 @@ def test_units_are_used_only_where_systemd_runs_us(tmp_path: Path, monkeypatch: 
     stand_in.write_text("#!/bin/sh\n")
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("INVOCATION_ID", raising=False)
+    monkeypatch.delenv("SYSTEMD_EXEC_PID", raising=False)
     assert type(keeper_host(tmp_path / "run")) is KeeperProcesses
-    monkeypatch.setenv("INVOCATION_ID", "1")
+    monkeypatch.setenv("SYSTEMD_EXEC_PID", str(os.getppid()))
+    assert type(keeper_host(tmp_path / "run")) is KeeperProcesses
+    monkeypatch.setenv("SYSTEMD_EXEC_PID", str(os.getpid()))
     assert type(keeper_host(tmp_path / "run")) is KeeperUnits
 
 
