@@ -143,7 +143,7 @@ async def _show(state: Daemon, params: api.JobParams, caller: Caller) -> api.Job
         time_limit_ms=spec.time_limit_ms,
         prepay_ms=spec.prepay_ms,
         attempts=await _attempts(state, job),
-        results_until=job.status.kept_until or None if job.status is not None else None,
+        results_until=_results_until(job),
     )
 
 
@@ -171,6 +171,13 @@ async def _attempts(state: Daemon, job: KnownJob) -> tuple[api.JobAttempt, ...]:
             receipt=lease.receipt_id.hex() if lease.receipt_id is not None else None,
         ),
     )
+
+
+def _results_until(job: KnownJob) -> int | None:
+    """Return until when the provider keeps results that are not here yet; None when all of them are."""
+    if job.status is None or job.status.collected or all(output.collected for output in _outputs(job)):
+        return None
+    return job.status.kept_until or None
 
 
 def _outputs(job: KnownJob) -> tuple[api.OutputEntry, ...]:
