@@ -16,6 +16,7 @@ from node.lease.files import LeaseFile
 from node.log import get_logger
 from node.market.bookkeeping import Bookkeeper
 from node.market.buying import Buyer
+from node.market.contacts import Contacts
 from node.market.context import TRADE_PROTOCOL, Context
 from node.market.forgotten import lent_until, remember_forgotten
 from node.market.inventory import Inventory
@@ -81,6 +82,7 @@ class Market:
         )
         self.buyer = Buyer(context, self.outbox, self.jobs, self.book)
         self.renter = Renter(context, self.leases, self.jobs, self.buyer)
+        self.contacts = Contacts(context, self.jobs, self.leases, self.book)
         self.settlements = Settlements(context, self.outbox)
         self.recollection = Recollection(context, self.seller, self.book, self.note)
 
@@ -101,6 +103,7 @@ class Market:
             self._context.network.on_connect(self._on_connect)
             for peer in self._context.network.peers():
                 nursery.start_soon(self._on_connect, peer.node)
+            nursery.start_soon(self.contacts.run)
             task_status.started()
             while True:
                 await self._prune()

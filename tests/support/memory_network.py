@@ -224,6 +224,10 @@ class MemoryNetwork:
         self.connected.discard(other)
         self._lost[other].set()
 
+    def forget(self, other: NodeId) -> None:
+        """Lose a node's address: it can't be dialled from here."""
+        self._addresses.discard(other)
+
     async def publish(self, topic: str, data: bytes) -> None:
         """Gossip `data` to the connected peers."""
         if len(data) > GOSSIP_SIZE_MAX:

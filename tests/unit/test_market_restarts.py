@@ -122,6 +122,55 @@ async def test_a_provider_that_could_not_be_reached_is_bid_on_when_it_is_back(
     await granted_soon(job)
 
 
+@pytest.mark.parametrize("phase", [Phase.BIDDING, Phase.WAITING, Phase.COUNTERSIGNED])
+async def test_a_renter_that_was_restarted_dials_the_provider_that_it_deals_with(
+    town: Town, autojump_clock: Clock, phase: Phase
+) -> None:
+    provider, renter = await pair(town)
+    job = await renter.submit()
+    await until(lambda: job.purchase.phase is phase)
+    renter.stop()
+    provider.network.forget(renter.id)  # which is behind a NAT, say
+    renter.load()
+    await town.start(renter)  # its friends are not connected
+    await granted_soon(job_of(renter))
+
+
+async def test_a_renter_that_was_restarted_hears_of_the_receipt(town: Town, autojump_clock: Clock) -> None:
+    provider, renter = await pair(town)
+    job = await renter.submit()
+    await until(lambda: job.purchase.phase is Phase.GRANTED)
+    lease = provider.lease_rows()[0].lease
+    renter.context.lease_directory(lease).mkdir(parents=True, exist_ok=True)
+    renter.stop()
+    provider.network.forget(renter.id)
+    await provider.leases.say(lease, phase=LeasePhase.COLLECTED, outcome=COMPLETED)
+    await trio.sleep(5)
+    renter.load()
+    await town.start(renter)
+    await renter.leases.say(lease, phase=LeasePhase.COLLECTED, outcome=COMPLETED)
+    with trio.move_on_after(SOON_S):
+        await until(lambda: renter.lease_rows()[0].state == LeaseState.SETTLED)
+    assert renter.lease_rows()[0].state == LeaseState.SETTLED
+
+
+async def test_providers_with_whom_nothing_is_open_are_not_dialled(town: Town, autojump_clock: Clock) -> None:
+    provider, renter = await pair(town)
+    job = await renter.submit()
+    await until(lambda: job.purchase.phase is Phase.GRANTED)
+    await renter.market.renter.cancel(job)
+    lease = provider.lease_rows()[0].lease
+    for side in (renter, provider):
+        await side.leases.say(lease, phase=LeasePhase.FAILED, outcome=FailReason.CANCELLED)
+    await until(lambda: renter.lease_rows()[0].state == LeaseState.SETTLED and not renter.market.jobs.by_id)
+    renter.stop()
+    provider.network.forget(renter.id)
+    renter.load()
+    await town.start(renter)
+    await trio.sleep(60)
+    assert not renter.network.connected
+
+
 async def test_a_lapsed_award_is_told_to_its_renter(town: Town, autojump_clock: Clock) -> None:
     provider = await town.provider()
     renter = town.by_hand()
