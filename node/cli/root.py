@@ -107,6 +107,7 @@ def run(arguments: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Carry out a command line, and return its exit status."""
     as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
     try:
+        _refuse_other_encodings(arguments)
         status = cli.main(list(arguments), prog_name="gpunode", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.Exit as exited:
@@ -130,3 +131,13 @@ def run(arguments: Sequence[str], environ: MutableMapping[str, str]) -> int:
         show_failure(error, as_json=as_json)
         return EXIT_OWN
     return status if isinstance(status, int) else 0
+
+
+def _refuse_other_encodings(arguments: Sequence[str]) -> None:
+    """Raise UsageError for words that are not UTF-8: neither job nor daemon could be told of them."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(argument).decode(errors="backslashreplace")
+            raise click.UsageError(f"{shown} is not UTF-8: rename what it names") from None

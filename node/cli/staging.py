@@ -35,6 +35,11 @@ def check_outputs(arguments: list[OutputArgument]) -> tuple[jobs.JobOutput, ...]
     _refuse_twice([str(argument.local) for argument in arguments], "outputs go to")
     for argument in arguments:
         place = argument.local
+        if place.exists() and not place.is_file() and not place.is_dir():
+            raise StagingError(
+                f"the output {argument.remote} can't go to {place}, which is neither a file nor a directory",
+                "choose another place with --output DIR:LOCAL",
+            )
         while not place.exists() and place != place.parent:
             place = place.parent
         if not os.access(place, os.W_OK | os.X_OK if place.is_dir() else os.W_OK):

@@ -243,8 +243,11 @@ class DraftTree:
                 self._rename_whole(parent, name)
                 return Placement(self._root / self._beneath)
             if self.manifest.root.kind is EntryKind.FILE:
-                if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+                mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode):
                     return self._put_beside(parent, name, f"{name} is a directory there")
+                if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+                    return self._put_beside(parent, name, f"{name} is not a file there")
                 self._tree_path("").rename(f"/proc/self/fd/{parent}/{name}")
                 return Placement(self._root / self._beneath)
             try:

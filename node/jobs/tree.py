@@ -190,6 +190,8 @@ class _Scan:
                 self._drafts.append(self._read_file(descriptor, ""))
             else:
                 raise StagingError(f"{self._top} is {_kind_name(mode)}", "only files and directories can be sent")
+        except OSError as error:  # of the top itself, a disk that fails, say: below it each entry is judged
+            raise StagingError(f"cannot read {self._top}: {error.strerror}") from None
         finally:
             os.close(descriptor)
         try:

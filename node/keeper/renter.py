@@ -168,7 +168,7 @@ class RenterKeeper:
             sequence=0,
             phase=state.phase,
             outcome=state.outcome,
-            detail=state.waits or state.detail or _end_in_words(told) or self._absence(state),
+            detail=_wait_in_words(state) or state.detail or _end_in_words(told) or self._absence(state),
             connected=state.is_connected,
             peer_address=self._tunnel.peer_address,
             started_at=0 if told is None else told.started_at,
@@ -261,6 +261,10 @@ class RenterKeeper:
     async def execute(self, argv: tuple[str, ...], daemon: FrameStream) -> None:
         """Run another command in the job's sandbox."""
         await self._tunnel.execute(argv, daemon)
+
+
+def _wait_in_words(state: RenterLease) -> str:
+    return f"{state.waits}; it is tried again, or at once with: gpunode fetch" if state.waits else ""
 
 
 def _end_in_words(told: StatusTold | None) -> str:

@@ -245,9 +245,7 @@ class RenterTunnel:
                 await link.send(BulkOpened(Direction.OUTPUT, index))
                 detail = await self._files.fetch_output(index, output, link, note)
         except (DiskFull, StagingError, TransferRefused) as error:
-            again = "it is tried again, or at once with: gpunode fetch"
-            detail = f"{output.path} waits at the provider: {error}; {again}"
-            await self.journal.feed(machine.FetchFailed(detail[:1000]))
+            await self.journal.feed(machine.FetchFailed(f"{output.path} waits at the provider: {error}"[:900]))
             await self._pause(FETCH_PAUSE_S)
         else:
             await self.journal.feed(machine.OutputFetched(index, output.manifest or b"", detail))

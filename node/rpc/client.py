@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
-from node.errors import DaemonUnreachable, NodeError, RpcError
+from node.errors import BadArgument, DaemonUnreachable, NodeError, RpcError
 from node.rpc.method import Call, ErrorBody, Params, Stream, Subscribed
 from node.rpc.paths import SOCKET_VARIABLE, socket_candidates
 
@@ -148,10 +148,10 @@ class Client:
 
     def _request(self, method: str, params: Params | dict[str, Any]) -> msgspec.Raw:
         self._last_id += 1
-        request = {"jsonrpc": "2.0", "id": self._last_id, "method": method, "params": params}
+        request = _encoded({"jsonrpc": "2.0", "id": self._last_id, "method": method, "params": params})
         self._socket.settimeout(self._timeout_s)
         try:
-            self._socket.sendall(msgspec.json.encode(request) + b"\n")
+            self._socket.sendall(request + b"\n")
         except TimeoutError:
             raise self._silent() from None
         except OSError:
@@ -219,6 +219,14 @@ def _subclasses(kind: type[NodeError]) -> Iterator[type[NodeError]]:
         if "code" in vars(subclass):
             yield subclass
         yield from _subclasses(subclass)
+
+
+def _encoded(request: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(request)
+    except UnicodeEncodeError as error:  # a path or a variable's value as the system has it
+        shown = os.fsencode(str(error.object)).decode(errors="backslashreplace")
+        raise BadArgument(f"{shown} is not UTF-8", "rename the file, or set the variable to text") from None
 
 
 def _decode(data: Any, shape: type[R], source: str) -> R:  # noqa: ANN401 - bytes, Raw, or UNSET from a stranger

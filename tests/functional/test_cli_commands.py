@@ -212,6 +212,7 @@ def test_cli_flags_become_params(
         ("rpc jobs.list [", "PARAMS is not JSON"),
         ("rpc jobs.list []", "not a JSON object"),
         ("rpc no.such", "no method"),
+        ("run --yes -i caf\udce9 -- true", r"caf\xe9 is not UTF-8"),
         ('rpc jobs.logs {"jbo":1}', "jbo"),
         ("config show --set network.nmae=x", "network.name"),
         ("config show --set x", "has no value"),

@@ -11,7 +11,7 @@ import pytest
 from support.rpc_daemon import CannedDaemon
 from support.rpc_samples import RESULTS, params_of
 
-from node.errors import DaemonUnreachable, NotFound, RpcError
+from node.errors import BadArgument, DaemonUnreachable, NotFound, RpcError
 from node.rpc import api
 from node.rpc.client import Client, ConnectionLost, RemoteError
 from node.rpc.paths import socket_candidates
@@ -144,3 +144,9 @@ def test_rpc_client_needs_no_trio() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout == b"set()\n"
+
+
+def test_rpc_client_names_what_is_no_text(socket_path: Path) -> None:
+    params = api.jobs.JobParams(job="caf\udce9")
+    with Client(socket_path) as client, pytest.raises(BadArgument, match=r"caf\\xe9 is not UTF-8"):
+        client.call(api.jobs.SHOW, params)

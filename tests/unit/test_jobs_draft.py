@@ -1,11 +1,12 @@
 import errno
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from node.errors import DiskFull, StagingError
-from node.jobs.draft import DraftTree, discard_draft, make_directory
+from node.jobs.draft import DraftTree, Placement, discard_draft, make_directory
 from node.jobs.tree import scan_tree
 
 
@@ -85,3 +86,23 @@ def test_errors_call_the_root_as_those_who_hear_them_know_it(
 
 def raise_(error: Exception) -> None:
     raise error
+
+
+def test_a_file_replaces_files_and_links_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "source").write_text("new")
+    manifest = scan_tree(tmp_path / "source").manifest
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("source")
+
+    def placed(name: str) -> Placement:
+        draft = DraftTree(tmp_path, name, manifest, "t")
+        draft.open()
+        draft.store(0, b"new")
+        return draft.place(is_durable=False)
+
+    assert placed("link").in_the_way == ""
+    assert not (tmp_path / "link").is_symlink()
+    beside = placed("fifo")
+    assert (beside.path.name, beside.in_the_way) == ("fifo.gpunode-1", "fifo is not a file there")
+    assert (tmp_path / "fifo").is_fifo()
+    assert beside.path.read_text() == "new"

@@ -173,3 +173,8 @@ def test_ignored_files_are_left_out(tmp_path: Path) -> None:
 )
 def test_ignore_patterns(pattern: str, path: str, is_directory: bool, is_ignored: bool) -> None:
     assert IgnoreRules([pattern]).is_ignored(path, is_directory=is_directory) == is_ignored
+
+
+def test_a_file_that_can_be_opened_but_not_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StagingError, match=r"cannot read /proc/\d+/mem: Input/output error"):
+        scan_tree(Path("/proc/self/mem"))
