@@ -28,7 +28,9 @@ def show_failure(error: Exception, *, as_json: bool) -> None:
 
 
 def describe(error: Exception) -> tuple[str, str, int]:
-    """Return (message, hint, code) of a failure."""
+    """Return (message, hint, code) of a failure; of a group of them, of the first."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
     if isinstance(error, NodeError):
         number = getattr(error, "number", error.code)
         return printable(str(error)), printable(error.hint), number

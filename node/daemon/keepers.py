@@ -127,7 +127,9 @@ class KeeperProcesses:
             log.warning("keepers.no_spare", problem=str(error))
             await trio.sleep(SPARE_RETRY_S)
         finally:
-            await trio.to_thread.run_sync(partial(shutil.rmtree, directory, ignore_errors=True))
+            # Also when we are told to stop meanwhile: without its directory the spare knows that nobody comes.
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(partial(shutil.rmtree, directory, ignore_errors=True))
 
     async def _drop_spare(self) -> None:
         spare, self._spare = self._spare, None

@@ -9,6 +9,7 @@ Refuses to hold jobs: keepers do, and go on when this process ends.
 import os
 import shutil
 import signal
+import stat
 from pathlib import Path
 
 import trio
@@ -173,7 +174,8 @@ def _prepare_directories(config: Config) -> Path:
         if os.geteuid() == 0:
             # Keepers of other users' jobs run as those users and pass through here; the umask has taken that away.
             for directory in (config.state_dir, root, root / "leases"):
-                directory.chmod(0o711)
+                # Nothing is taken away here: that others may write is for `load_or_create` to see.
+                directory.chmod(stat.S_IMODE(directory.stat().st_mode) | 0o011)
         config.runtime_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(

@@ -28,7 +28,7 @@ def wait_for_assignment(path: Path) -> Assignment | None:
     On return this process is the lease's user, and its output goes to the lease's log.
     """
     with bound_socket(path) as listener:
-        connection = _accept(listener)
+        connection = _accept(listener, path.parent)
     if connection is None:
         return None
     with connection:
@@ -49,15 +49,16 @@ def wait_for_assignment(path: Path) -> Assignment | None:
     return assignment
 
 
-def _accept(listener: socket.socket) -> socket.socket | None:
-    """Return the daemon's connection; None when it has died (we are another's child then), or does not come."""
+def _accept(listener: socket.socket, directory: Path) -> socket.socket | None:
+    """Return the daemon's connection; None when it has died, has taken the socket's directory away, or is late."""
     parent = os.getppid()
     listener.settimeout(PARENT_CHECK_S)
     for _try in range(int(CONNECT_WAIT_S / PARENT_CHECK_S)):
         try:
             return listener.accept()[0]
         except TimeoutError:
-            if os.getppid() != parent:
+            # Whoever is another's child has lost its daemon; so has one whose daemon ended before we began.
+            if os.getppid() != parent or not directory.exists():
                 return None
     return None
 

@@ -17,7 +17,7 @@ import trio
 from node.errors import BadArgument, StoreError
 from node.log import get_logger
 from node.market.bookkeeping import Bookkeeper
-from node.market.context import Context, random_bytes
+from node.market.context import Context, decode_stored, random_bytes
 from node.market.jobspec import JobSpec
 from node.market.leases import LeaseState
 from node.market.live_job import BUYING, ENDED, LiveJob, LiveJobs
@@ -75,8 +75,8 @@ class Buyer:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for row in rows:
-                spec = codec.decode_untrusted(row.spec, JobSpec, SPEC_SIZE_MAX)
-                self._start(LiveJob(row, spec, codec.decode_untrusted(row.purchase, Purchase)))
+                spec = decode_stored(row.spec, JobSpec, "job", SPEC_SIZE_MAX)
+                self._start(LiveJob(row, spec, decode_stored(row.purchase, Purchase, "purchase")))
             task_status.started()
             while True:
                 await self._book.changed()

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from node.errors import StoreError
 from node.keys import LeaseKey
 from node.ports import Clock, Network
 from node.store import RecordRow, Store
+from protocol import codec
 from protocol.envelope import Sealed, kind_of, seal
+from protocol.errors import MalformedRecord
 from protocol.identity import NetworkId, NodeId, Signer
 
 T = TypeVar("T")
@@ -75,6 +78,17 @@ class Context(NamedTuple):
     def lease_directory(self, lease: bytes) -> Path:
         """Return the lease's directory."""
         return self.lease_root / lease.hex()
+
+
+def decode_stored(data: bytes, record_type: type[T], what: str, size_max: int = codec.RECORD_SIZE_MAX) -> T:
+    """Return what the database holds in CBOR; raise StoreError, with `what` it is, when that is damaged."""
+    try:
+        return codec.decode_untrusted(data, record_type, size_max)
+    except MalformedRecord as error:
+        raise StoreError(
+            f"the database holds a damaged {what}: {error}",
+            hint="restore it from a copy, or move it away: peers and lease directories tell what it had forgotten",
+        ) from None
 
 
 RandomBytes = Callable[[int], bytes]

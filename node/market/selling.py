@@ -17,7 +17,7 @@ from node.config import LendSettings, TunnelSettings
 from node.errors import NodeError, StoreError
 from node.log import get_logger
 from node.market.auctions import Hooks, ListingAuction
-from node.market.context import Context, random_bytes
+from node.market.context import Context, decode_stored, random_bytes
 from node.market.credit import credit_left
 from node.market.inventory import Inventory
 from node.market.leases import Leases
@@ -130,7 +130,7 @@ class Seller:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for row in rows:
-                auction = codec.decode_untrusted(row.auction, Auction, 16 * codec.RECORD_SIZE_MAX)
+                auction = decode_stored(row.auction, Auction, "auction", 16 * codec.RECORD_SIZE_MAX)
                 broken = is_sound(auction)
                 if broken:
                     raise StoreError(f"the stored auction of {row.name} is broken: {broken}")

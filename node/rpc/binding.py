@@ -38,7 +38,7 @@ def bound_socket(path: Path, group: int | None = None) -> Iterator[socket.socket
             if len(os.fsencode(hidden)) > SOCKET_PATH_MAX:
                 raise ConfigError(
                     f"the socket's path is too long: {path} (unix sockets end near {SOCKET_PATH_MAX} bytes)",
-                    "set GPUNODE_SOCKET to a shorter path",
+                    "set runtime_dir to a shorter path",
                 )
             listener.bind(str(hidden))
             if group is not None:

@@ -7,8 +7,10 @@ opened twice: another daemon on the same state is an error that names it.
 
 import fcntl
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +33,9 @@ from node.store.table import Table
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
+MIB = 1024 * 1024
+FREE_MIN_MIB = 4
+"""With less room on its disk, that is the likely cause of whatever fails."""
 
 
 class Transaction:
@@ -78,14 +83,14 @@ class Store:
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=FULL")
             self._database.execute("PRAGMA foreign_keys=ON")
+            self._refuse_damaged()
             _migrate(self._database, path)
         except (sqlite3.Error, OSError) as error:
             os.close(self._lock)
-            raise StoreError(
-                f"cannot open the database {path}: {error}",
-                hint="check the disk and the file's permissions; a damaged database can be moved away, "
-                "and peers will tell this node which leases it had",
-            ) from None
+            raise StoreError(f"cannot open the database {path}: {error}", hint=self._hint(error)) from None
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     async def transaction(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` in one transaction: committed when it returns, rolled back when it raises.
@@ -124,10 +129,24 @@ class Store:
         return result
 
     def _failed(self, error: sqlite3.Error) -> StoreError:
-        return StoreError(
-            f"cannot write the database {self._path}: {error}",
-            hint="free some disk space, or check the disk's health",
-        )
+        return StoreError(f"cannot use the database {self._path}: {error}", hint=self._hint(error))
+
+    def _refuse_damaged(self) -> None:
+        """Raise sqlite3.DatabaseError for a damaged file: noticed later, it would cost what was signed till then."""
+        problem = str(self._database.conn.execute("PRAGMA quick_check(1)").fetchone()[0])
+        if problem != "ok":
+            raise sqlite3.DatabaseError(" ".join(problem.split()))
+
+    def _hint(self, error: Exception) -> str:
+        with suppress(OSError):
+            free_mib = shutil.disk_usage(self._path.parent).free // MIB
+            if free_mib < FREE_MIN_MIB:
+                return f"free some disk space: {free_mib} MiB are left at {self._path.parent}"
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            return (
+                f"it is damaged: move {self._path}* away; peers and lease directories tell what it had forgotten"
+            )
+        return "check the disk's health, and the file's owner and permissions"
 
 
 def _lock(path: Path) -> int:

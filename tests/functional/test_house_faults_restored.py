@@ -1,4 +1,4 @@
-"""A provider whose database is older than the world sells nothing twice, says so, and contradicts nobody's papers."""
+"""A provider whose database is older than the world: nothing is sold twice, and no paper contradicts another."""
 
 import shutil
 import sqlite3
