@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, Entry] = {
     "why": Entry("Renting", "jobs:why", "Say why a job waits or failed, or why nothing matches."),
     "logs": Entry("Renting", "jobs:logs", "Print a job's output."),
     "attach": Entry("Renting", "jobs:attach", "Follow a job as `run` does, until it ends."),
+    "exec": Entry("Renting", "execution:execute", "Run another command in a running job's sandbox."),
     "fetch": Entry("Renting", "jobs:fetch", "Collect outputs that are not here yet."),
     "cancel": Entry("Renting", "jobs:cancel", "End jobs; what they used is owed."),
     "lend": Entry("Lending", "lend:lend", "Lend this machine's GPUs, and take them back."),

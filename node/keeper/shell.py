@@ -29,7 +29,7 @@ async def serve_shell(job: RunningJob, argv: tuple[str, ...], link: FrameLink) -
     input_read, input_write = os.pipe2(os.O_CLOEXEC)
     outputs = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)]
     theirs = [input_read, *(write_end for _read_end, write_end in outputs)]
-    ended = ShellEnded(-1, "the command was cut off")
+    ended, is_cut = ShellEnded(-1, "the command was cut off"), False
     try:
         async with trio.open_nursery() as nursery:
             feeder = trio.CancelScope()
@@ -45,8 +45,12 @@ async def serve_shell(job: RunningJob, argv: tuple[str, ...], link: FrameLink) -
                     _close_all(theirs)
                 pumps.cancel_scope.deadline = trio.current_time() + DRAIN_S
             feeder.cancel()
+    except* StreamCut:
+        is_cut = True
     finally:
         _close_all(theirs)
+    if is_cut:
+        raise StreamCut  # alone: its stream is over, and not the tunnel
     await link.send(ended)
 
 

@@ -11,7 +11,7 @@ command. Refuses terminals.
 """
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -71,8 +71,11 @@ class Execution:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise LinkError from None
 
-    async def output(self) -> AsyncIterator[ExecutionOutput]:
-        """Yield what the command writes until it is over, then set `ended`. Raises LinkError."""
+    async def output(self) -> AsyncGenerator[ExecutionOutput, None]:
+        """Yield what the command writes until it is over, then set `ended`. Raises LinkError.
+
+        Close the generator (`contextlib.aclosing`) to stop earlier.
+        """
         while True:
             try:
                 piece: _Piece = await self._frames.receive_one_of(_Piece)

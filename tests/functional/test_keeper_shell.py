@@ -1,6 +1,7 @@
 """Another command in a running job's sandbox, through both keepers."""
 
 import os
+from contextlib import aclosing
 
 import pytest
 from support.keeper_pair import Pair, pair
@@ -34,8 +35,14 @@ async def test_commands_run_beside_the_job() -> None:
             big,
             b"no\n",
         )
-        async with execute(keepers.renter.socket, ("sleep", "600")):
-            pass
+        async with (
+            execute(keepers.renter.socket, ("sh", "-c", "echo up; sleep 600")) as execution,
+            aclosing(execution.output()) as pieces,
+        ):
+            assert (await anext(pieces)).data == b"up\n"
+        # Whoever goes away ends the command, and not the tunnel.
+        for _ in range(10):
+            assert await run(keepers, "true") == (ExecutionEnded(0), b"", b"")
         ended, _out, _err = await run(keepers, "/no/such/program")
         assert ended is not None
         assert ended.status != 0

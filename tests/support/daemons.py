@@ -111,6 +111,24 @@ class TestDaemon:
         """Return the end of the log, for a failure's message."""
         return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
 
+    def start_command(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start `gpunode ARGUMENTS` for this daemon; its stdin is empty. The test ends it."""
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", "from node.cli import main; main()", *arguments],
+            env={**self.environment, "GPUNODE_SOCKET": str(self.socket)},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def command(self, *arguments: str) -> tuple[int, bytes, bytes]:
+        """Run `gpunode ARGUMENTS` for this daemon; return its exit status, stdout and stderr."""
+        with self.start_command(*arguments) as process:
+            out, err = process.communicate(timeout=WAIT_S_MAX)
+        return process.returncode, out, err
+
     # --- asking ---------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -214,6 +214,11 @@ LOG_CHUNKS = (
     jobs.LogChunk(stream=jobs.LogStream.STDOUT, offset=0, data=b"epoch 1\n\xff\x00raw\n"),
     jobs.LogChunk(stream=jobs.LogStream.STDERR, offset=0, data=b"warming up\n"),
 )
+EXEC_PIECES = (
+    jobs.ExecPiece(stream=jobs.LogStream.STDOUT, data=b"Tue Mar  3\n"),
+    jobs.ExecPiece(stream=jobs.LogStream.STDERR, data=b"no such GPU\n"),
+    jobs.ExecPiece(exit_status=0),
+)
 SETTLED = jobs.JobEvent(
     at=T0 + 65_000,
     entry=jobs.JobEntry(
@@ -280,6 +285,7 @@ RESULTS: dict[str, Any] = {
     ),
     "jobs.fetch": jobs.FetchResult(job="j7f3k2", outputs=(OUTPUT,), collecting=False),
     "jobs.logs": LOG_CHUNKS,
+    "jobs.exec": EXEC_PIECES,
     "jobs.events": (jobs.JobEvent(at=T0, entry=ENTRY), SETTLED),
     "lend.status": LEND_STATUS,
     "lend.on": LEND_STATUS,
@@ -354,6 +360,7 @@ PARAMS: dict[str, Any] = {
     "jobs.why": jobs.WhyParams(job="-"),
     "jobs.fetch": jobs.JobParams(job="train"),
     "jobs.logs": jobs.LogsParams(job="train", follow=True),
+    "jobs.exec": jobs.ExecParams(job="train", command=("nvidia-smi",)),
     "jobs.events": jobs.JobParams(job="train"),
     "peers.connect": peers.ConnectParams(address="/ip4/10.0.0.7/tcp/4100"),
     "peers.show": peers.PeerParams(peer="7E7h"),

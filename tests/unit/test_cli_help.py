@@ -27,7 +27,7 @@ COMMAND_LIST = every_command(cli)
 
 QUICK = (
     "status", "stop", "quote --gpus 2 --time 8h", "offers", "jobs", "why -", "logs -", "attach -", "fetch -",
-    "cancel -", "run --yes -- true", "lend",
+    "exec - true", "cancel -", "run --yes -- true", "lend",
     "lend devices", "peers ls", "money ledger", "rpc jobs.list", "config show",
     "completion zsh", "uninstall",
 )  # fmt: skip

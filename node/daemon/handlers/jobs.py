@@ -6,6 +6,7 @@ from contextlib import suppress
 import msgspec
 import trio
 
+from node.daemon.handlers.execution import run_in_job
 from node.daemon.handlers.market import priced
 from node.daemon.state import Daemon, KnownJob
 from node.daemon.views import (
@@ -47,6 +48,7 @@ def handlers(state: Daemon) -> Handlers:
         api.WHY.name: lambda params, caller: _why(state, params, caller),
         api.FETCH.name: lambda params, caller: _fetch(state, params, caller),
         api.LOGS.name: lambda params, caller: _logs(state, params, caller),
+        api.EXEC.name: lambda params, caller: run_in_job(state, params, caller),
         api.EVENTS.name: lambda params, caller: _events(state, params, caller),
     }
 

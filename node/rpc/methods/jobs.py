@@ -298,6 +298,22 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
     receipt: Hex32 | None = None
 
 
+class ExecParams(Params, frozen=True, kw_only=True):
+    """Another command for the sandbox of a running job. Its input is empty, and it has no terminal."""
+
+    job: JobRef
+    command: Command
+
+
+class ExecPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that the command has written, at most 64 KiB; the last item has its exit status instead."""
+
+    stream: LogStream | None = None
+    data: bytes = b""
+    exit_status: int | None = None
+    """0-255; 128 + n for signal n: the command ends with its job, and with this subscription."""
+
+
 class FetchResult(msgspec.Struct, frozen=True, kw_only=True):
     """Outputs, and whether they are here; those that are not are being collected (watch jobs.events)."""
 
@@ -341,6 +357,13 @@ FETCH = Call(
 LOGS = Stream(
     name="jobs.logs", params=LogsParams, item=LogChunk, doc="Stream a job's output.", access=Access.OWNER
 )
+EXEC = Stream(
+    name="jobs.exec",
+    params=ExecParams,
+    item=ExecPiece,
+    doc="Run another command in a running job's sandbox, as its owner, and stream its output and exit status.",
+    access=Access.OWNER,
+)
 EVENTS = Stream(
     name="jobs.events",
     params=JobParams,
@@ -348,4 +371,4 @@ EVENTS = Stream(
     doc="Stream a job's changes until it is final.",
     access=Access.OWNER,
 )
-METHODS = (RUN, LIST, SHOW, CANCEL, WHY, FETCH, LOGS, EVENTS)
+METHODS = (RUN, LIST, SHOW, CANCEL, WHY, FETCH, LOGS, EXEC, EVENTS)
