@@ -140,8 +140,9 @@ def device_entry(listed: ListedDevice, seller: Seller, leases: Iterable[LeaseEnt
         sold = next((sold for sold in auction.leases if listed.key in sold.keys), None)
         if sold is not None:
             lease = next((entry for entry in leases if entry.lease == sold.lease.hex()), None)
-            over = lease is not None and lease.state in ("collecting", "collected", "failed", "settled")
+            over = lease is None or lease.state in ("collecting", "collected", "failed", "settled")
             use = DeviceUse.RELEASING if over else DeviceUse.LEASED
+            problem = (seller.inventory.not_clear(sold.keys) if over else "") or problem
         elif any(listed.key in hold.keys for hold in auction.holds):
             use = DeviceUse.HELD
         elif not auction.paused and now < auction.sells_from:

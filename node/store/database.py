@@ -132,7 +132,7 @@ class Store:
         return StoreError(f"cannot use the database {self._path}: {error}", hint=self._hint(error))
 
     def _refuse_damaged(self) -> None:
-        """Raise sqlite3.DatabaseError for a damaged file: noticed later, it would cost what was signed till then."""
+        """Raise sqlite3.DatabaseError for a damaged file, before anything is signed that it would lose."""
         problem = str(self._database.conn.execute("PRAGMA quick_check(1)").fetchone()[0])
         if problem != "ok":
             raise sqlite3.DatabaseError(" ".join(problem.split()))

@@ -53,6 +53,8 @@ class TestDaemon:
         self.config.chmod(0o600)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("GPUNODE_")}
         self.environment = {**inherited, "PYTHONPATH": str(ROOT), **(environment or {})}
+        self.wrapper: tuple[str, ...] = ()
+        """A command that runs the daemon's command, which follows it."""
         self.process: subprocess.Popen[bytes] | None = None
 
     # --- life -----------------------------------------------------------------------------------------------
@@ -62,6 +64,7 @@ class TestDaemon:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
+                    *self.wrapper,
                     sys.executable,
                     "-P",
                     "-c",
@@ -249,12 +252,13 @@ class Daemons:
         lend: str = "",
         devices: str = "",
         extra: str = "",
+        network: str = 'name = "demo"',
         environment: Mapping[str, str] | None = None,
     ) -> TestDaemon:
-        """Return a daemon of the network `demo`, not started; `lend`: TOML of [lend], when it is a provider."""
+        """Return a daemon, not started; `lend`: TOML of [lend], when it is a provider, `network`: of [network]."""
         # A port of its own, not port 0: a daemon that is restarted must be found where it was.
         listen = f"/ip4/127.0.0.1/tcp/{free_port()}"
-        settings = f'[network]\nname = "demo"\nlisten = ["{listen}"]\n[tunnel]\nbind = "127.0.0.1"\n'
+        settings = f'[network]\n{network}\nlisten = ["{listen}"]\n[tunnel]\nbind = "127.0.0.1"\n'
         if lend or devices:
             settings += f'[lend]\nenabled = true\nidle_after = "0s"\n{lend}\n'
         daemon_ = TestDaemon(self.folder, name, settings + extra + devices, environment)
