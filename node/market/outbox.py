@@ -58,6 +58,8 @@ class Outbox:
         self._news: dict[Lane, trio.Event] = {}
         self._overflowed: set[Lane] = set()
         """Lanes of which some rows are in the database only."""
+        self._reached: set[Lane] = set()
+        """Lanes whose peer has connected since they were last looked at."""
         self._nursery: trio.Nursery | None = None
 
     def enqueue(self, tx: Transaction, peer: bytes, sealed: Sealed[Any], lifetime_ms: int) -> OutboxRow:
@@ -92,6 +94,7 @@ class Outbox:
         """Try what waits for a peer now: it has just become reachable."""
         for lane in ((peer, True), (peer, False)):
             if lane in self._news:
+                self._reached.add(lane)
                 self._news[lane].set()
 
     async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
@@ -115,6 +118,7 @@ class Outbox:
             queue.popleft()
         # Nothing more: the task ends, and `kick` starts another one when there is.
         del self._queues[lane], self._news[lane]
+        self._reached.discard(lane)
 
     async def _refill(self, lane: Lane, queue: deque[OutboxRow]) -> None:
         """Take from the database what did not fit into the queue."""
@@ -136,9 +140,15 @@ class Outbox:
 
     async def _deliver(self, row: OutboxRow, lane: Lane) -> None:
         backoff_s = BACKOFF_MIN_S
+        hurried_at = -BACKOFF_MAX_S
         while True:
             answer = await self._attempt(row)
             if isinstance(answer, Undelivered) and self._context.clock.now() < row.expires_at:
+                # A daemon that has just started is connected a little before it answers. One that comes and goes
+                # all the time is not tried more often for that.
+                if lane in self._reached and trio.current_time() >= hurried_at + BACKOFF_MAX_S:
+                    backoff_s, hurried_at = BACKOFF_MIN_S, trio.current_time()
+                self._reached.discard(lane)
                 news = self._news[lane] = trio.Event()
                 with trio.move_on_after(backoff_s * random.uniform(0.5, 1.0)):  # noqa: S311 - jitter, not a secret
                     await news.wait()

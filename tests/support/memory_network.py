@@ -105,6 +105,11 @@ class MemoryHub:
         self.nodes[one].add_connection(other, inbound=False)
         self.nodes[other].add_connection(one, inbound=True)
 
+    def disconnect(self, one: NodeId, other: NodeId) -> None:
+        """End a connection; both notice."""
+        self.nodes[one].lose(other)
+        self.nodes[other].lose(one)
+
     def connect_all(self) -> None:
         """Connect every node with every other."""
         nodes = list(self.nodes)

@@ -14,7 +14,7 @@ from trio.abc import Clock
 from node.errors import LedgerError, StoreError
 from node.market import outbox as outbox_module
 from node.market.context import TRADE_PROTOCOL, Context
-from node.market.outbox import Answer, Outbox, Undelivered
+from node.market.outbox import REQUEST_TIMEOUT_MS, Answer, Outbox, Undelivered
 from node.store import OutboxRow
 from protocol.envelope import Sealed, open_untrusted, seal
 from protocol.errors import WrongKind
@@ -98,6 +98,11 @@ class Desk:
 
 def a_letter(number: int) -> ReceiptAcceptance:
     return ReceiptAcceptance(receipt_id=bytes(32), lease=bytes(16), accepted_at=number)
+
+
+async def refuse(_: Sealed[object]) -> bytes:
+    await trio.lowlevel.checkpoint()
+    raise RuntimeError("not now")
 
 
 async def say_nothing(_: Sealed[object]) -> bytes:
@@ -221,6 +226,56 @@ async def test_a_letter_to_nobody_waits_and_goes_when_the_peer_connects(
     await until(lambda: desk.left() == 0)
     assert trio.current_time() - started < 1.0  # virtual: not the 15 s that it had come to wait
     assert numbers(other.letters) == [7]
+
+
+async def test_a_peer_that_connects_before_it_answers_gets_its_letters_soon_after(
+    desk: Desk, peer: Correspondent, autojump_clock: Clock
+) -> None:
+    """A daemon that starts is connected a little before it takes letters."""
+    peer.answer = refuse
+    await desk.send(1, lifetime_ms=60 * MINUTE_MS)
+    await trio.sleep(120)  # attempts are 15 s apart by now
+    desk.outbox.wake(PEER.node)
+    await trio.sleep(0.3)
+    peer.answer = peer.acknowledge
+    with trio.move_on_after(1):
+        await until(lambda: desk.left() == 0)
+    assert desk.left() == 0
+
+
+async def test_a_peer_that_connects_during_an_attempt_is_tried_again_at_once(
+    desk: Desk, peer: Correspondent, autojump_clock: Clock
+) -> None:
+    peer.answer = refuse
+    await desk.send(1, lifetime_ms=60 * MINUTE_MS)
+    await trio.sleep(120)
+    peer.answer = say_nothing
+    before = len(peer.letters)
+    await until(lambda: len(peer.letters) > before)
+    peer.answer = peer.acknowledge
+    desk.outbox.wake(PEER.node)  # the attempt on the connection before that is hopeless, and takes its time
+    with trio.move_on_after(REQUEST_TIMEOUT_MS / 1000 + 1):
+        await until(lambda: desk.left() == 0)
+    assert desk.left() == 0
+
+
+async def test_a_peer_that_only_comes_and_goes_is_not_tried_all_the_time(
+    desk: Desk, hub: MemoryHub, peer: Correspondent, autojump_clock: Clock
+) -> None:
+    async def hang_up(letter: Sealed[object]) -> bytes:
+        hub.disconnect(ME.node, PEER.node)
+        return await refuse(letter)
+
+    peer.answer = hang_up
+    desk.network.on_connect(lambda node: wake(desk, node))  # each attempt dials, and so wakes itself
+    await desk.send(1, lifetime_ms=60 * MINUTE_MS)
+    await trio.sleep(300)
+    assert len(peer.letters) < 300
+
+
+async def wake(desk: Desk, node: NodeId) -> None:
+    await trio.lowlevel.checkpoint()
+    desk.outbox.wake(node)
 
 
 async def test_a_letter_expires_and_its_handler_is_told(
