@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import secrets
+import signal
 import statistics
 import sys
 import time
@@ -206,8 +207,16 @@ def run_kill(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def end(number: int, frame: object) -> None:
+    """End the campaign as an exception does: its daemons and keepers end with it."""
+    del frame
+    raise SystemExit(128 + number)
+
+
 def main() -> int:
     """Run the named campaign; return the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)  # also when a shell started us in the background: daemons must not be left
     parser = argparse.ArgumentParser(prog="scripts/campaign", description="long trials on real daemons")
     campaigns = parser.add_subparsers(required=True, metavar="NAME")
     kill = campaigns.add_parser("kill", help="kill -9 of daemons and keepers at random moments of jobs")

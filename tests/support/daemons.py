@@ -276,12 +276,19 @@ class Daemons:
         return self.make(name, **rest).start()
 
     def end(self) -> None:
-        """End all daemons, then all keepers."""
+        """End all daemons, then all keepers, and unmount what keepers that were killed could not."""
         for daemon_ in self.started:
             daemon_.stop()
         for pid in self.keeper_processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for place in self.mounts():
+            subprocess.run(["umount", "-l", place], capture_output=True, check=False)
+
+    def mounts(self) -> list[str]:
+        """Return what is mounted below this test's folder."""
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+        return [place for line in lines if (place := line.split()[1]).startswith(f"{self.folder}/")]
 
     def keepers(self) -> list[int]:
         """Return the pids of the keepers that hold a lease of this test's daemons; spares hold none."""

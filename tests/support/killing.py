@@ -235,8 +235,7 @@ def left_behind(daemons: Daemons) -> list[str]:
     found = [f"keeper {pid}" for pid in daemons.keepers()]
     leases = [path for path in daemons.folder.glob("provider/state/*/leases/*") if path.is_dir()]
     found += [f"directory {path}" for path in leases]
-    mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
-    found += [f"mount {line.split()[1]}" for line in mounts if f"{daemons.folder}/" in line]
+    found += [f"mount {place}" for place in daemons.mounts()]
     names = {path.name for path in daemons.folder.glob("*/state/*/leases/*")}
     for directory, children, _ in os.walk("/sys/fs/cgroup"):
         for child in children:
