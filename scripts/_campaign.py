@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from support.daemons import Daemons, TestDaemon, daemons
@@ -143,6 +143,16 @@ class Side:
             print(f"--- the last words of the {daemon.name}\n{daemon.last_words()}", flush=True)
 
     @property
+    def lost_s(self) -> list[float]:
+        """How much longer than the undisturbed job each round took that held."""
+        return [held.lost_s for held in self.held]
+
+    @property
+    def met_s(self) -> list[float]:
+        """Seconds from each restarted daemon's first answer until it had a peer again."""
+        return [kill.met_s for held in self.held for kill in held.round.kills]
+
+    @property
     def kills(self) -> int:
         """How many victims were killed in rounds that held."""
         return sum(len(held.round.kills) for held in self.held)
@@ -165,7 +175,7 @@ def table_of(sides: Sequence[Side]) -> str:
         f"{'side':10}{'rounds':>7}{'kills':>7}{'completed':>11}{'median':>9}{'worst':>8}   killed while it was"
     ]
     for side in sides:
-        lost = [held.lost_s for held in side.held]
+        lost = side.lost_s
         phases = Counter(kill.phase for held in side.held for kill in held.round.kills)
         lines.append(
             f"{side.name:10}{side.rounds:7}{side.kills:7}{completed(side):11}"
@@ -180,6 +190,33 @@ def completed(side: Side) -> int:
     return sum(held.round.entry.outcome == "completed" for held in side.held)
 
 
+def result_of(sides: Sequence[Side], seed: int) -> dict[str, Any]:
+    """Return the result as programs read it: totals, and what each side's rounds came to."""
+    held = {side.name: [each.round.entry.outcome for each in side.held] for side in sides}
+    return {
+        "seed": seed,
+        "rounds": sum(side.rounds for side in sides),
+        "kills": sum(side.kills for side in sides),
+        "completed": sum(completed(side) for side in sides),
+        "keeper_died": sum(outcomes.count("keeper_died") for outcomes in held.values()),
+        "not_held": sum(len(side.problems) for side in sides),
+        "gaps": sum(side.gaps for side in sides),
+        "receipts_equal": not any(side.unequal for side in sides),
+        "left_behind": [name for side in sides for name in side.left],
+        "sides": {
+            side.name: {
+                "rounds": side.rounds,
+                "kills": side.kills,
+                "completed": completed(side),
+                "lost_s_median": round(statistics.median(lost), 1) if (lost := side.lost_s) else None,
+                "lost_s_max": round(max(side.lost_s, default=0.0), 1),
+                "met_s_max": round(max(side.met_s, default=0.0), 1),
+            }
+            for side in sides
+        },
+    }
+
+
 def run_kill(arguments: argparse.Namespace) -> int:
     """Run the campaign of kills; return the exit status."""
     rounds = ROUNDS_QUICK if arguments.quick else arguments.rounds
@@ -191,19 +228,7 @@ def run_kill(arguments: argparse.Namespace) -> int:
     problems = [problem for side in sides for problem in side.problems]
     for problem in problems:
         print(f"did not hold: {problem}")
-    result = {
-        "seed": arguments.seed,
-        "rounds": sum(side.rounds for side in sides),
-        "kills": {side.name: side.kills for side in sides},
-        "completed": sum(completed(side) for side in sides),
-        "keeper_died": sum(held.round.entry.outcome == "keeper_died" for side in sides for held in side.held),
-        "not_held": len(problems),
-        "gaps": sum(side.gaps for side in sides),
-        "receipts_equal": not any(side.unequal for side in sides),
-        "left_behind": [name for side in sides for name in side.left],
-        "lost_s_max": {side.name: round(max((held.lost_s for held in side.held), default=0), 1) for side in sides},
-    }
-    print(json.dumps(result))
+    print(json.dumps(result_of(sides, arguments.seed)))
     return 1 if problems else 0
 
 
