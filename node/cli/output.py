@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 F = TypeVar("F", bound=Callable[..., object])
+CELL_KEPT = 44
+"""Columns of a cell that are never cut, in characters."""
 PLAIN_WIDTH = 200
 """Columns where there is no terminal: wide enough that no cell of a pipe's line is cut."""
 SIMULATED = "SIMULATED"
@@ -60,11 +62,20 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]], *, stderr: bool =
     from rich.text import Text
 
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in heads:
-        right = head.endswith(">")
-        grid.add_column(head.rstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=not right)
-    for row in rows:
-        grid.add_row(*(Text(printable(cell), style="bold yellow" if SIMULATED in cell else "") for cell in row))
+    columns, lines = list(heads), [list(row) for row in rows]
+    for index, head in enumerate(columns):
+        right, last = head.endswith(">"), index == len(columns) - 1
+        # A long last cell (a note) wraps; the others keep their width, so that ids can be copied.
+        longest = max((len(printable(line[index])) for line in lines), default=0)
+        grid.add_column(
+            head.rstrip(">"),
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=not right and not last,
+            min_width=None if last else min(longest, CELL_KEPT),
+        )
+    for line in lines:
+        grid.add_row(*(Text(printable(cell), style="bold yellow" if SIMULATED in cell else "") for cell in line))
     target = console(stderr=stderr)
     if indent:
         from rich.padding import Padding

@@ -70,14 +70,14 @@ def run(
     as_json: bool,
     **given: Any,  # noqa: ANN401 - the remaining flags
 ) -> int:
-    r"""Run a command on somebody's GPU.
+    """Run a command on somebody's GPU.
 
     Shows the plan and asks; sends the inputs; prints the output as it comes; brings the outputs back. Ctrl-C
     leaves the job running. Paths of inputs and outputs in the job are relative to where its command runs.
 
     \b
       gpunode run --gpus A100:1 --max-price 0.40 -w . -o results -- python train.py
-    """
+    """  # noqa: D301 - click wants the very character \b here
     wanted, flags = _read(context, command, file, given)
     with connect() as client:
         wanted = wanted._replace(requirement=with_whole_provider(wanted.requirement, client))

@@ -50,6 +50,8 @@ log = get_logger(__name__)
 
 REFRESH_S = 5.0
 OFFER_REFRESH_MS = 2 * MINUTE_MS
+OFF_KEY = "lend.off"
+SWITCHED_OFF_KEY = "lend.switched_off"
 EPOCH_KEY = "epoch"
 """Where the database remembers "<epoch> <sells from>" once it was found to be an old copy."""
 
@@ -101,6 +103,18 @@ class Seller:
         """Whether nothing is sold, for a while or at all."""
         return self.is_off or self._is_held
 
+    def remember(self, tx: Transaction) -> None:
+        """Write down what the owner has switched, so that it stays so across restarts."""
+        tx.set_meta(OFF_KEY, "1" if self.is_off else "0")
+        tx.set_meta(SWITCHED_OFF_KEY, " ".join(sorted(self.inventory.switched_off)))
+
+    def _recall(self, tx: Transaction) -> None:
+        """Take the owner's last word, if there was one, over the configuration's."""
+        off = tx.meta(OFF_KEY)
+        if off is not None:
+            self.is_off = off == "1"
+        self.inventory.switched_off |= set((tx.meta(SWITCHED_OFF_KEY) or "").split())
+
     def switch(self, *, on: bool) -> None:
         """Sell, or sell nothing until switched on again; takes effect at the next `refresh`."""
         self.is_off, self._is_held, self.paused_until = not on, False, None
@@ -125,6 +139,7 @@ class Seller:
         """Sell, until cancelled."""
         rows = await self._context.store.transaction(lambda tx: list(tx.listings.all()))
         epoch = await self._context.store.transaction(lambda tx: tx.meta(EPOCH_KEY))
+        await self._context.store.transaction(self._recall)
         if epoch is not None:
             self._epoch, self._sells_from = int(epoch.split()[0]), Millis(int(epoch.split()[1]))
         async with trio.open_nursery() as nursery:

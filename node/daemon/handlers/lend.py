@@ -7,13 +7,9 @@ from node.errors import BadArgument, NodeError, NotFound
 from node.market.leases import LeaseState
 from node.rpc.method import Caller, Handlers, Nothing
 from node.rpc.methods import lend as api
-from node.store import Transaction
 from protocol.machines.lease import FailReason
 from protocol.pricing import clock_price
 from protocol.units import Millis, format_duration
-
-OFF_KEY = "lend.off"
-SWITCHED_OFF_KEY = "lend.switched_off"
 
 
 def lease_entries(state: Daemon) -> tuple[api.LeaseEntry, ...]:
@@ -70,15 +66,7 @@ async def _status(state: Daemon) -> api.LendStatus:
 
 
 async def _remember(state: Daemon) -> None:
-    seller = state.market.seller
-    off = "1" if seller.is_off else "0"
-    switched_off = " ".join(sorted(state.inventory.switched_off))
-
-    def write(tx: Transaction) -> None:
-        tx.set_meta(OFF_KEY, off)
-        tx.set_meta(SWITCHED_OFF_KEY, switched_off)
-
-    await state.context.store.transaction(write)
+    await state.context.store.transaction(state.market.seller.remember)
 
 
 def _find_devices(state: Daemon, references: tuple[str, ...]) -> list[str]:
