@@ -238,6 +238,10 @@ class OrderBook:
         """Iterate over everything in the book, by provider and listing."""
         return iter([self._slots[position] for position in self._order])
 
+    def offers(self) -> Iterator[Sealed[Offer]]:
+        """Iterate over every offer, whatever its mark, by provider and listing."""
+        return (statement for statement in self.statements() if _is_offer(statement))
+
     def live(self, now: Millis) -> Iterator[Sealed[Offer]]:
         """Iterate over the offers that may be bid on at the time `now`, by provider and listing."""
         for statement in self.statements():

@@ -17,7 +17,7 @@ from node.market.auctions import OFFERS_TOPIC
 from node.market.context import Context, random_bytes
 from node.ports import GossipVerdict, TaskStatus
 from protocol import codec
-from protocol.book import Duplicate, Inserted, OrderBook, Refused, Stale, Statement, Superseded
+from protocol.book import CLOCK_TOLERANCE_MS, Duplicate, Inserted, OrderBook, Refused, Stale, Statement, Superseded
 from protocol.envelope import ENVELOPE_SIZE_MAX, Sealed, open_untrusted, record_id
 from protocol.errors import ProtocolError
 from protocol.identity import NodeId
@@ -50,6 +50,8 @@ class Bookkeeper:
         self.book = OrderBook(random_bytes(32))
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._changed = trio.Event()
+        self._ripens_at: int | None = None
+        """When the first of the offers that are dated ahead of our clock may be bid on."""
 
     def register(self) -> None:
         """Subscribe to the offers' topic and answer newcomers."""
@@ -57,16 +59,29 @@ class Bookkeeper:
         self._context.network.on_request(BOOK_PROTOCOL, self._on_page_request)
 
     async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
-        """Drop what has expired, for ever."""
+        """Drop what has expired, and tell of offers that have become live, for ever."""
         task_status.started()
         while True:
             await trio.sleep(EXPIRE_S)
-            if self.book.expire(self._context.clock.now()):
+            now = self._context.clock.now()
+            if self.book.expire(now) or self._has_ripened(now):
                 self._wake()
+
+    def _has_ripened(self, now: Millis) -> bool:
+        """Return whether an offer that was dated ahead of our clock has become live since the last time."""
+        if self._ripens_at is None or now < self._ripens_at:
+            return False
+        ahead = [at for at in map(_ripe_at, self.book.offers()) if at > now]
+        self._ripens_at = min(ahead, default=None)
+        return True
 
     async def changed(self) -> None:
         """Wait for the next change of the book."""
         await self._changed.wait()
+
+    def known_offers(self) -> Iterator[Sealed[Offer]]:
+        """Iterate over every offer in the book, also those whose dates keep them from being bid on now."""
+        return self.book.offers()
 
     def live_offers(self, now: Millis) -> Iterator[Sealed[Offer]]:
         """Iterate over the offers that may be bid on now; own ones are not in the book."""
@@ -122,6 +137,8 @@ class Bookkeeper:
         match result:
             case Inserted() | Superseded():
                 self._remember(sealed.id)
+                if _ripe_at(sealed) > self._context.clock.now():
+                    self._ripens_at = min(_ripe_at(sealed), self._ripens_at or _ripe_at(sealed))
                 self._wake()
                 return GossipVerdict.ACCEPT
             case Duplicate() | Stale():
@@ -150,3 +167,8 @@ class Bookkeeper:
         yield from self._own_statements()
         now = self._context.clock.now()
         yield from (offer.data for offer in self.book.live(now))
+
+
+def _ripe_at(statement: Statement) -> int:
+    """Return from when on a statement's date does not keep it from being believed."""
+    return statement.record.issued_at - CLOCK_TOLERANCE_MS

@@ -23,6 +23,7 @@ from node.market.leases import LeaseState
 from node.market.live_job import BUYING, ENDED, LiveJob, LiveJobs
 from node.market.outbox import Answer, Outbox, Undelivered
 from node.market.papers import BID_LIFETIME_MS, make_bid, objection_to_award, renter_lease_row
+from node.market.skew import ClockSkew
 from node.ports import TaskStatus
 from node.store import JobRow, LeaseRow, OutboxRow, RecordRow, Transaction
 from protocol import codec
@@ -62,8 +63,11 @@ class Transfer:
 class Buyer:
     """Every purchase of this node."""
 
-    def __init__(self, context: Context, outbox: Outbox, jobs: LiveJobs, book: Bookkeeper) -> None:
+    def __init__(
+        self, context: Context, outbox: Outbox, jobs: LiveJobs, book: Bookkeeper, skew: ClockSkew
+    ) -> None:
         self._context = context
+        self._skew = skew
         self._outbox = outbox
         self._jobs = jobs
         self._book = book
@@ -150,7 +154,7 @@ class Buyer:
 
     async def _seek(self, job: LiveJob) -> None:
         now = self._context.clock.now()
-        matches = match(job.spec.requirement, self._book.live_offers(now), now)
+        matches = match(job.spec.requirement, self._book.known_offers(), now)
         candidates = tuple(
             machine.Candidate(
                 offer_id=found.offer.id,
@@ -163,6 +167,7 @@ class Buyer:
         )
         total = len(matches.rejections)
         none_because = f"none of {total} offers matches (gpunode why)" if total else "no offers are known yet"
+        none_because = self._skew.problem() or none_because
         found_by_id = {found.offer.id: found for found in matches.candidates}
         await self._step(job, machine.CandidatesRanked(candidates, none_because), found_by_id)
 

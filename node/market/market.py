@@ -27,6 +27,7 @@ from node.market.recollection import Recollection
 from node.market.renting import Renter
 from node.market.selling import Seller
 from node.market.settlements import Settlements
+from node.market.skew import ClockSkew
 from node.ports import TaskStatus
 from node.store import OutboxRow, Transaction
 from protocol.envelope import Sealed, open_untrusted
@@ -54,6 +55,7 @@ NOTES_MAX = 16
 RELEASES_MAX = 2
 """Most releases kept of one lease: two that differ convict their provider, more only fill the disk."""
 PRUNE_S = 600.0
+ASKED_AGAIN_MAX = 16
 KEEP_PAPERS_MS = DAY_MS
 """How long the papers of a bid that came to nothing are kept."""
 
@@ -80,11 +82,12 @@ class Market:
             self.credit_limit,
             config.ledger.stranger_credit,
         )
-        self.buyer = Buyer(context, self.outbox, self.jobs, self.book)
+        self.skew = ClockSkew(context.clock)
+        self.buyer = Buyer(context, self.outbox, self.jobs, self.book, self.skew)
         self.renter = Renter(context, self.leases, self.jobs, self.buyer)
         self.contacts = Contacts(context, self.jobs, self.leases, self.book)
         self.settlements = Settlements(context, self.outbox)
-        self.recollection = Recollection(context, self.seller, self.book, self.note)
+        self.recollection = Recollection(context, self.seller, self.book, self.skew, self.note)
 
     async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Trade, until cancelled."""
@@ -108,6 +111,10 @@ class Market:
             while True:
                 await self._prune()
                 await trio.sleep(PRUNE_S)
+                if self.skew.problem():
+                    # Our own clock is looked at each time, but theirs may have been set right, too.
+                    for peer in self._context.network.peers()[:ASKED_AGAIN_MAX]:
+                        nursery.start_soon(self.recollection.ask, peer.node)
 
     async def _make_do_without(self, forgotten: tuple[LeaseFile, ...]) -> None:
         """Tell the administrator of leases that only the disk knows, and sell around those to others."""

@@ -17,6 +17,7 @@ from node.log import get_logger
 from node.market.bookkeeping import Bookkeeper
 from node.market.context import TRADE_PROTOCOL, Context, random_bytes
 from node.market.selling import Seller
+from node.market.skew import ClockSkew
 from node.store import Transaction
 from protocol.envelope import Sealed, open_as_untrusted
 from protocol.errors import ProtocolError
@@ -37,8 +38,11 @@ T = TypeVar("T")
 class Recollection:
     """Asks peers about ourselves, and answers them about themselves."""
 
-    def __init__(self, context: Context, seller: Seller, book: Bookkeeper, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, context: Context, seller: Seller, book: Bookkeeper, skew: ClockSkew, note: Callable[[str], None]
+    ) -> None:
         self._context = context
+        self._skew = skew
         self._seller = seller
         self._book = book
         self._note = note
@@ -49,6 +53,7 @@ class Recollection:
         """Ask a peer that has connected. Never raises for the peer's faults."""
         context = self._context
         query = context.seal(OwnRecordsQuery(nonce=random_bytes(16)))
+        asked_boot_ms = context.clock.boot_ms()
         try:
             reply = await context.network.request(peer, TRADE_PROTOCOL, query.data)
             answer = open_as_untrusted(reply, CounterpartyGrants, context.network_id)
@@ -57,6 +62,7 @@ class Recollection:
             return
         if answer.signer != peer or answer.record.query_id != query.id:
             return
+        self._skew.heard(peer, answer.record.answered_at, asked_boot_ms)
         async with self._lock:
             await self._judge(answer.record)
 
@@ -81,7 +87,9 @@ class Recollection:
             if left < 0:
                 break
             entries.append(entry)
-        return CounterpartyGrants(query_id=query.id, offers=tuple(offers), grants=tuple(entries))
+        return CounterpartyGrants(
+            query_id=query.id, answered_at=self._context.clock.now(), offers=tuple(offers), grants=tuple(entries)
+        )
 
     async def _judge(self, answer: CounterpartyGrants) -> None:
         forgotten: list[tuple[int, int]] = []

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.envelope import ENVELOPE_SIZE_MAX, record
-from protocol.records.fields import Hash, Note, Token
+from protocol.records.fields import Hash, MillisField, Note, Token
 
 GRANTS_MAX = 32
 GRANT_SIZE_MAX = 8192
@@ -40,6 +40,8 @@ class CounterpartyGrants(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """The answer: the asker's newest offers, and its grants to the answerer and their releases, as received."""
 
     query_id: Hash
+    answered_at: MillisField = 0
+    """By the answerer's clock, so that both can tell whether theirs is off; 0: it does not say."""
     offers: Annotated[
         tuple[Annotated[bytes, msgspec.Meta(max_length=ENVELOPE_SIZE_MAX)], ...], msgspec.Meta(max_length=4)
     ] = ()

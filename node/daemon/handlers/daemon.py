@@ -16,7 +16,7 @@ from node.market.leases import LeaseState
 from node.ports import DeviceHealth
 from node.rpc.method import Caller, Handlers, Nothing
 from node.rpc.methods import daemon as api
-from protocol.machines.lease import FailReason
+from protocol.machines.lease import AFTER_JOB_PHASES, FailReason
 from protocol.units import format_duration
 
 DISK_LOW_MIB = 1024
@@ -102,7 +102,9 @@ async def _status(state: Daemon, caller: Caller) -> api.DaemonStatus:
 
 
 def _notes(state: Daemon) -> list[str]:
-    notes = list(state.market.notes)
+    skew = state.market.skew.problem()
+    notes = [skew] if skew else []
+    notes += state.market.notes
     wait_ms = state.market.seller.sells_from - state.context.clock.now()
     if wait_ms > 0 and state.market.seller.auctions:
         forgotten = "leases that the database has forgotten may be out"
@@ -146,14 +148,30 @@ def _checks(state: Daemon) -> list[api.Check]:
             hint="" if connected else "gpunode peers connect ADDRESS_OR_INVITATION",
         )
     )
+    checks.append(_clock_check(state))
     for note in _notes(state):
         checks.append(api.Check(name="note", status=warn, detail=note))
     return checks
 
 
+def _clock_check(state: Daemon) -> api.Check:
+    skew, problem = state.market.skew.estimate(), state.market.skew.problem()
+    if problem:
+        detail = f"{problem}: no offer looks live from here, or bids are refused"
+        hint = "timedatectl set-ntp true   (or: apt-get install chrony)"
+        return api.Check(name="clock.peers", status=api.CheckStatus.FAIL, detail=detail, hint=hint)
+    detail = "no peer has told its time yet" if skew is None else f"within 5 s of the clocks of {skew.peers} peers"
+    return api.Check(name="clock.peers", status=api.CheckStatus.OK, detail=detail)
+
+
 def _live_leases(state: Daemon) -> list[bytes]:
+    """Return the leases whose jobs may still run. Results that wait to be collected keep nobody: keepers do."""
     states = (LeaseState.COUNTERSIGNED, LeaseState.GRANTED)
-    return [lease for lease, live in state.market.leases.live.items() if live.row.state in states]
+    return [
+        lease
+        for lease, live in state.market.leases.live.items()
+        if live.row.state in states and (live.status is None or live.status.phase not in AFTER_JOB_PHASES)
+    ]
 
 
 async def _stop_soon(state: Daemon) -> None:

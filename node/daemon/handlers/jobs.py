@@ -56,6 +56,8 @@ def handlers(state: Daemon) -> Handlers:
 async def _run(state: Daemon, params: api.RunParams, caller: Caller) -> api.RunResult:
     if state.is_draining:
         raise BadArgument("the daemon is draining: it takes no new jobs")
+    if params.time_limit_ms == 0:
+        raise BadArgument("a job of no time at all can't run", hint="give it some with --time")
     wanted = requirement_of(params.requirement, params.time_limit_ms, state.context.node, params.environment)
     wanted = with_room_for_inputs(wanted, sum(item.size for item in params.inputs))
     matches = priced(state, wanted)
@@ -235,7 +237,8 @@ async def _why(state: Daemon, params: api.WhyParams, caller: Caller) -> api.WhyR
     advice = ""
     if waits and not matches.candidates:
         advice = next((f"change {item.change}: {item.detail}" for item in rejections if item.change), "")
-        advice = advice or (
+        skew = state.market.skew.problem()
+        advice = (f"set the clock: {skew}" if skew else advice) or (
             "wait: the matching devices are taken"
             if rejections
             else "connect to a provider: gpunode peers connect"

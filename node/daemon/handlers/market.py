@@ -16,7 +16,7 @@ def priced(state: Daemon, wanted: Requirement) -> Matches:
     """Match a requirement against the book now. Raises BadArgument for one that makes no sense."""
     now = state.context.clock.now()
     try:
-        return match(wanted, state.market.book.live_offers(now), now)
+        return match(wanted, state.market.book.known_offers(), now)
     except ValueError as error:
         raise BadArgument(str(error)) from None
 
