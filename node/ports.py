@@ -99,6 +99,9 @@ class Network(Protocol):
     def peers(self) -> tuple[Peer, ...]:
         """Return the peers known to this run, connected ones first."""
 
+    def misdeeds(self, node: NodeId) -> tuple[str, ...]:
+        """Return what `node` did wrong in this run, in words, the newest kind first."""
+
 
 # --- tunnel -------------------------------------------------------------------------------------------------
 

@@ -173,6 +173,10 @@ class SwarmNetwork:
                 self._session.measure(state)
         return self._book.shown()
 
+    def misdeeds(self, node: NodeId) -> tuple[str, ...]:
+        """Return what `node` did wrong in this run, the newest kind first."""
+        return self._book.misdeeds(node)
+
     # --- asking
 
     async def _ask(self, node: NodeId, protocol: str, data: bytes) -> bytes:

@@ -18,6 +18,8 @@ from protocol.identity import NodeId
 
 FAULTY_MAX = 4096
 """Nodes of which a penalty or a ban is kept."""
+MISDEEDS_MAX = 8
+"""Kinds of misdeeds kept of one node."""
 ADDRESS_BOOK_MAX = 4096
 ADDRESSES_PER_NODE_MAX = 8
 LATELY_MAX = 256
@@ -97,6 +99,7 @@ class PeerBook:
         self._addresses: _Bounded[NodeId, tuple[Address, ...]] = _Bounded(ADDRESS_BOOK_MAX)
         self._penalties: _Bounded[NodeId, tuple[float, float]] = _Bounded(FAULTY_MAX)
         self._banned_until: _Bounded[NodeId, float] = _Bounded(FAULTY_MAX)
+        self._misdeeds: _Bounded[NodeId, Counter[str]] = _Bounded(FAULTY_MAX)
 
     def add(self, node: NodeId, address: str, *, inbound: bool) -> PeerState:
         """Return the state of `node`, made now unless it has another connection already."""
@@ -165,6 +168,21 @@ class PeerBook:
         self._penalties.pop(node, None)
         self._banned_until[node] = now + self._limits.ban_ms / 1000
         return True
+
+    def note_misdeed(self, node: NodeId, reason: str) -> None:
+        """Remember what `node` did wrong, for people."""
+        counts = self._misdeeds.get(node, Counter())
+        # The newest last, and the oldest kind goes when there are many.
+        counts[reason] = counts.pop(reason, 0) + 1
+        if len(counts) > MISDEEDS_MAX:
+            del counts[next(iter(counts))]
+        self._misdeeds[node] = counts
+
+    def misdeeds(self, node: NodeId) -> tuple[str, ...]:
+        """Return what `node` did wrong in this run, the newest kind first."""
+        counts = self._misdeeds.get(node, Counter())
+        lines = [f"{reason} ({count} times)" if count > 1 else reason for reason, count in counts.items()]
+        return tuple(reversed(lines))
 
 
 class InboundSlot:

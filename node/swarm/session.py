@@ -42,6 +42,7 @@ from protocol.identity import NodeId, peer_id
 log = get_logger(__name__)
 
 TEND_INTERVAL_S = 5.0
+REASON_SIZE_MAX = 200
 BAN_COST = 16.0
 """Connection tokens that a ban takes from the remote address."""
 _CUT_S = 2.0
@@ -152,8 +153,10 @@ class Session:
 
     def fault(self, node: NodeId, points: float, reason: str) -> None:
         """Hold something against a peer; cut and ban it when that was too much."""
+        self._book.note_misdeed(node, reason[:REASON_SIZE_MAX])
         if not self._book.penalise(node, points):
             return
+        self._book.note_misdeed(node, "cut, and banned for a while")
         self._lasting.counters["peers_banned"] += 1
         log.warning("swarm.peer_cut", peer=peer_id(node), reason=reason)
         state = self._book.connected.get(node)

@@ -17,7 +17,7 @@ from support.daemons import daemons as run_daemons
 from support.hostile import Hostile, books_of, node_of, now_ms, open_hostile, until
 
 from node.errors import PeerRefused, SwarmError
-from node.rpc.methods import jobs, lend
+from node.rpc.methods import jobs, lend, peers
 from protocol.envelope import Sealed, seal
 from protocol.identity import network_id
 from protocol.records import (
@@ -102,6 +102,10 @@ async def test_bytes_that_are_no_record_of_the_sender_end_with_its_ban(house: Ho
         assert await is_cut_for(peer, house.provider, b"no record", at_most=12)
         with pytest.raises(SwarmError):
             await peer.network.connect(house.provider.address)
+        known: peers.PeerDetail = house.provider.call(peers.SHOW, peers.PeerParams(peer=peer.peer_id))
+        assert known.misdeeds[0] == "cut, and banned for a while"
+        assert "trade/1 that could not be answered" in known.misdeeds[1]
+        assert not known.entry.connected
         # Whose record was shown around is not to blame.
         assert isinstance(await victim.tell(house.provider, victim.bid(offer, quantity=64)), BidRejected)
     assert books_of(house.provider) == before

@@ -304,6 +304,11 @@ class MemoryNetwork:
         if multiaddrs:
             self._addresses.add(node)
 
+    def misdeeds(self, node: NodeId) -> tuple[str, ...]:
+        """Return nothing: nobody is watched here."""
+        del node
+        return ()
+
     def peers(self) -> tuple[Peer, ...]:
         """Return the connected peers."""
         return tuple(

@@ -9,6 +9,7 @@ from node.swarm.peers import (
     ADDRESSES_PER_NODE_MAX,
     FAULTY_MAX,
     LATELY_MAX,
+    MISDEEDS_MAX,
     AddressGate,
     PeerBook,
 )
@@ -83,6 +84,21 @@ def test_penalties_decay_to_nothing_not_below(clock: Clock):
     clock.now += 1000
     assert not book.penalise(node(1), 10.0)
     assert book.penalise(node(1), 0.5)
+
+
+def test_misdeeds_are_told_in_words_the_newest_first_and_a_few_of_them(clock: Clock):
+    book = PeerBook(SwarmLimits(), clock)
+    assert book.misdeeds(node(1)) == ()
+    for reason in ("too many requests", "a bad frame", "too many requests"):
+        book.note_misdeed(node(1), reason)
+    assert book.misdeeds(node(1)) == ("too many requests (2 times)", "a bad frame")
+    for number in range(MISDEEDS_MAX):
+        book.note_misdeed(node(1), f"a frame of {number} bytes")
+    assert len(book.misdeeds(node(1))) == MISDEEDS_MAX
+    assert book.misdeeds(node(1))[0] == f"a frame of {MISDEEDS_MAX - 1} bytes"
+    for number in range(FAULTY_MAX + 10):
+        book.note_misdeed(node(number), "x")
+    assert len(book._misdeeds) == FAULTY_MAX
 
 
 def test_tables_that_strangers_fill_stay_bounded(clock: Clock):

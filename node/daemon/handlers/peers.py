@@ -163,6 +163,6 @@ def _detail(state: Daemon, reference: str, tx: Transaction) -> api.PeerDetail:
         earned=sum(entry.amount for entry in receipts if entry.amount > 0),
         spent=-sum(entry.amount for entry in receipts if entry.amount < 0),
         exposure=exposure_of(tx, node),
-        misdeeds=(),
+        misdeeds=state.context.network.misdeeds(node),
         last_seen_at=row.seen_at or None,
     )
