@@ -30,8 +30,9 @@ REST_MS = 30_000
 STALE_REST_MS = 1_000
 """How long a listing is passed over whose newer offer has not arrived yet."""
 RETRY_MIN_MS = 200
-STOCK_REASONS = (RejectReason.SOLD_OUT, RejectReason.LOST_LOTTERY, RejectReason.PAUSED)
-"""Reasons that a newer offer with devices free does away with: a lease may end long before its term."""
+STOCK_REASONS = (RejectReason.SOLD_OUT, RejectReason.LOST_LOTTERY, RejectReason.PAUSED, RejectReason.DUPLICATE)
+"""Reasons that a newer offer with devices free does away with: a lease may end long before its term, and another
+bid of ours has become one."""
 RESTS_MAX = 64
 """Most listings remembered as resting."""
 NOTE_SIZE_MAX = 200

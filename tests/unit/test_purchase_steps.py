@@ -160,10 +160,13 @@ def test_a_provider_that_connects_while_another_is_bid_on_is_remembered_without_
     assert (basket.purchase.bid, basket.purchase.rests) == (other, ())
 
 
-def test_a_listing_that_was_sold_out_is_bid_on_again_when_a_newer_offer_has_devices() -> None:
+@pytest.mark.parametrize("reason", [RejectReason.SOLD_OUT, RejectReason.DUPLICATE])
+def test_a_listing_that_had_nothing_for_us_is_bid_on_again_when_a_newer_offer_has_devices(
+    reason: RejectReason,
+) -> None:
     basket = Basket()
     bid = basket.place()
-    basket.apply(BidFailed(bid.bid_id, RejectReason.SOLD_OUT, "", HOUR_MS))
+    basket.apply(BidFailed(bid.bid_id, reason, "", HOUR_MS))
     assert basket.rank(msgspec.structs.replace(a_candidate(), offer_id=bid.offer_id)) == ()
     assert basket.rank(a_candidate()) == (PlaceBid(a_candidate()),)
 
