@@ -10,7 +10,7 @@ import msgspec
 import trio
 
 from node.errors import NodeError, StoreError
-from node.lease.files import LeaseKeys
+from node.lease.files import LeaseKeys, LeaseStatus
 from node.log import get_logger
 from node.market.buying import Buyer
 from node.market.context import Context
@@ -21,7 +21,7 @@ from node.market.settling import NOT_YET, entry_of, objection_to, reason_without
 from node.ports import TaskStatus
 from node.store import LeaseRow, Transaction
 from protocol.envelope import Sealed, open_as_untrusted
-from protocol.machines.lease import COMPLETED, OVER_PHASES, FailReason
+from protocol.machines.lease import COMPLETED, OVER_PHASES, FailReason, LeasePhase
 from protocol.machines.purchase import Phase
 from protocol.records import Grant, GrantDelivery, Receipt, ReceiptAcceptance, Refusal
 
@@ -169,10 +169,12 @@ class Renter:
         job.note_change()
 
     async def _end_with_receipt(self, job: LiveJob, live: LiveLease) -> None:
-        with trio.move_on_after(RECEIPT_WAIT_S):
-            while live.row.state != LeaseState.SETTLED:
-                await job.changed()
         status = live.status
+        if self._is_receipt_near(status):
+            with trio.move_on_after(RECEIPT_WAIT_S):
+                while live.row.state != LeaseState.SETTLED:
+                    await job.changed()
+            status = live.status
         outcome = (status.outcome or COMPLETED) if status is not None else FailReason.PROVIDER_AWAY.value
         await self._end_surely(job, outcome, status.detail if status is not None else DIRECTORY_GONE)
         self._ending.discard(job.row.id)
@@ -182,6 +184,12 @@ class Renter:
             await self.observe(live)
         except NodeError as error:
             log.info("renting.keeper_not_settled", lease=live.row.lease.hex(), problem=str(error))
+
+    def _is_receipt_near(self, status: LeaseStatus | None) -> bool:
+        """Return whether the provider knows that the lease is over, too: not when it is away or keeps results."""
+        if status is None or status.outcome == FailReason.PROVIDER_AWAY:
+            return False
+        return status.phase is LeasePhase.COLLECTED or status.kept_until <= self._context.clock.now()
 
     async def on_receipt(self, sealed: Sealed[Receipt]) -> ReceiptAcceptance | Refusal:
         """Check a provider's receipt against our keeper's account; accept it, or say why not."""

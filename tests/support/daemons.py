@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from support.leftovers import take_down
 
 from node.errors import DaemonUnreachable
 from node.lease.lock import holder_of
@@ -276,14 +277,13 @@ class Daemons:
         return self.make(name, **rest).start()
 
     def end(self) -> None:
-        """End all daemons, then all keepers, and unmount what keepers that were killed could not."""
+        """End all daemons, then all keepers, and take down what keepers that were killed could not."""
         for daemon_ in self.started:
             daemon_.stop()
         for pid in self.keeper_processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for place in self.mounts():
-            subprocess.run(["umount", "-l", place], capture_output=True, check=False)
+        take_down(self.folder)
 
     def mounts(self) -> list[str]:
         """Return what is mounted below this test's folder."""
@@ -307,6 +307,15 @@ class Daemons:
                     ):
                         found.append(int(process.name))
         return found
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` is true; fail the test after a minute."""
+    limit = time.monotonic() + WAIT_S_MAX
+    while not condition():
+        if time.monotonic() > limit:
+            pytest.fail(f"waited in vain for {what}")
+        time.sleep(POLL_S)
 
 
 def free_port() -> int:

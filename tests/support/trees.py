@@ -1,149 +1,90 @@
-"""A daemon's whole process tree, and what is left on the machine of leases below a folder.
+"""A daemon's whole process tree: its keepers, its jobs, its spares, found and ended.
 
-Processes are found by their leases' locks and by the folder that their command line names; none is ended that
+Processes are found by their leases' locks and by the daemon's folder on their command line: none is ended that
 does not belong to the test.
 """
 
 import contextlib
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
-from support.daemons import POLL_S, WAIT_S_MAX, TestDaemon
+from support.daemons import TestDaemon, until
+from support.leftovers import left_behind, udp_ports_of, zombies_of
 
 from node.lease.files import LeaseStatus, read_status
 from node.lease.lock import holder_of
 
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-GROUP_PREFIX = "gpunode-job-gpunode-"
-LEASE_PART = 24
-"""So many letters of the lease's id are in the name of its job's control group."""
+
+def lease_directories(daemon: TestDaemon) -> dict[str, Path]:
+    """Return the lease directories below the daemon's state, by the lease's id in hex."""
+    return {path.name: path for path in daemon.folder.glob("state/*/leases/[0-9a-f]*") if path.is_dir()}
 
 
-def lease_directories(daemon: TestDaemon) -> list[Path]:
-    """Return the lease directories below the daemon's state, the oldest first."""
-    return sorted(
-        (path for path in daemon.folder.glob("state/*/leases/[0-9a-f]*") if path.is_dir()),
-        key=lambda path: path.stat().st_ctime_ns,
-    )
-
-
-def lease_directory(daemon: TestDaemon, lease: str) -> Path:
-    """Return one lease's directory."""
-    return next(path for path in lease_directories(daemon) if path.name == lease)
-
-
-def status_of(directory: Path) -> LeaseStatus | None:
+def status_of(daemon: TestDaemon, lease: str) -> LeaseStatus:
     """Return what the lease's keeper has written last."""
-    with contextlib.suppress(OSError):
-        return read_status(directory)
-    return None
+    status = read_status(lease_directories(daemon)[lease])
+    assert status is not None
+    return status
 
 
-def keeper_of(directory: Path) -> int:
+def keeper_of(daemon: TestDaemon, lease: str) -> int:
     """Return the pid of the keeper that holds the lease."""
-    holder = holder_of(directory)
-    assert holder is not None, f"nobody holds {directory}"
+    holder = holder_of(lease_directories(daemon)[lease])
+    assert holder is not None, f"nobody holds {lease}"
     return holder.pid
 
 
-def tree_of(daemon: TestDaemon) -> list[int]:
-    """Return the pids of the daemon's keepers and of all else that names its folder, but not the daemon's."""
-    found = {holder.pid for path in lease_directories(daemon) if (holder := holder_of(path)) is not None}
+def signal_keeper(daemon: TestDaemon, lease: str, number: int) -> None:
+    """Send a signal to the lease's keeper."""
+    os.kill(keeper_of(daemon, lease), number)
+
+
+def tree_of(daemon: TestDaemon) -> set[int]:
+    """Return the pids of the daemon's keepers, and of all else that names its folder, without the daemon's."""
+    directories = lease_directories(daemon).values()
+    found = {holder.pid for path in directories if (holder := holder_of(path)) is not None}
     own = daemon.process.pid if daemon.process is not None else 0
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) not in (own, os.getpid()):
-            with contextlib.suppress(OSError):
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                if any(word.startswith(f"{daemon.folder}/".encode()) for word in words):
-                    found.add(int(process.name))
-    return sorted(found)
+    for pid, words in _commands():
+        if pid not in (own, os.getpid()) and any(word.startswith(f"{daemon.folder}/".encode()) for word in words):
+            found.add(pid)
+    return found
 
 
 def kill_tree(daemon: TestDaemon) -> None:
     """End the daemon, its keepers and their jobs as a power cut would."""
     daemon.kill()
-    for pid in tree_of(daemon):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    until(lambda: not tree_of(daemon), f"the processes of {daemon.name} to be gone")
+
+    def is_gone() -> bool:
+        for pid in tree_of(daemon):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not tree_of(daemon)
+
+    until(is_gone, f"the processes of {daemon.name} to be gone")
 
 
-def kill_keeper(directory: Path) -> int:
-    """End the lease's keeper as a crash would; return its pid."""
-    pid = keeper_of(directory)
-    os.kill(pid, signal.SIGKILL)
-    return pid
+def is_clean(daemon: TestDaemon, leases: set[str]) -> bool:
+    """Return whether nothing is left of `leases` but a renter's logs; say on stdout what is."""
+    directories = {lease: path for lease, path in lease_directories(daemon).items() if lease in leases}
+    holders = {holder.pid for path in directories.values() if (holder := holder_of(path)) is not None}
+    named = {
+        pid for pid, words in _commands() if any(lease.encode() in word for lease in leases for word in words)
+    }
+    processes = holders | named - {os.getpid()}
+    parents = processes | ({daemon.process.pid} if daemon.process is not None else set())
+    found: list[object] = [f"process {pid}" for pid in processes]
+    found += [f"zombie {pid}" for pid in zombies_of(parents)]
+    found += [f"UDP port {port}" for port in udp_ports_of(processes)]
+    found += left_behind(leases)
+    found += [path for lease in directories.values() for path in (*lease.glob("scratch*"), *lease.glob("keys"))]
+    print(f"{daemon.name} is left with: {found}")
+    return not found
 
 
-def until(condition: object, what: str) -> None:
-    """Wait until `condition()` is true."""
-    assert callable(condition)
-    limit = time.monotonic() + WAIT_S_MAX
-    while not condition():
-        assert time.monotonic() < limit, f"waited in vain for {what}"
-        time.sleep(POLL_S)
-
-
-def left_behind(folder: Path, leases: tuple[str, ...] = ()) -> list[str]:
-    """Return what is on the machine of leases below `folder`: mounts, loop devices, control groups, processes."""
-    found = [f"mount {line}" for line in _mounts() if f"{folder}/" in line]
-    devices = subprocess.run(["losetup", "-a"], capture_output=True, text=True, check=True).stdout
-    found += [f"loop device {line}" for line in devices.splitlines() if f"{folder}/" in line]
-    names = {f"{GROUP_PREFIX}{lease[:LEASE_PART]}" for lease in leases}
-    for where, folders, _files in os.walk(CONTROL_GROUPS):
-        found += [f"control group {where}/{name}" for name in folders if name in names]
-    return found
-
-
-def take_down(folder: Path) -> None:
-    """Unmount everything below `folder` and remove the control groups of the leases there; for a test's end."""
-    for line in _mounts():
-        place = line.split()[4]
-        if place.startswith(f"{folder}/"):
-            subprocess.run(["umount", "-l", place], capture_output=True, check=False)
-    leases = {path.name[:LEASE_PART] for path in folder.glob("*/state/*/leases/[0-9a-f]*")}
-    names = {f"{GROUP_PREFIX}{lease}" for lease in leases}
-    for where, folders, _files in os.walk(CONTROL_GROUPS):
-        for name in names & set(folders):
-            with contextlib.suppress(OSError):
-                Path(where, name).rmdir()
-
-
-def zombies_of(parents: set[int]) -> list[int]:
-    """Return the zombies among the children of `parents`."""
+def _commands() -> list[tuple[int, list[bytes]]]:
     found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                text = (process / "stat").read_text(errors="replace")
-                state, parent = text[text.rindex(")") + 2 :].split()[:2]
-                if state == "Z" and int(parent) in parents:
-                    found.append(int(process.name))
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.append((int(process.name), (process / "cmdline").read_bytes().split(b"\0")))
     return found
-
-
-def udp_ports_of(pids: set[int]) -> set[int]:
-    """Return the UDP ports that are bound by these processes."""
-    inodes = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = str(descriptor.readlink())
-                    if target.startswith("socket:["):
-                        inodes.add(target[8:-1])
-    ports = set()
-    for table in ("/proc/net/udp", "/proc/net/udp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                words = line.split()
-                if words[9] in inodes:
-                    ports.add(int(words[1].rpartition(":")[2], 16))
-    return ports
-
-
-def _mounts() -> list[str]:
-    return Path("/proc/self/mountinfo").read_text().splitlines()
