@@ -172,9 +172,16 @@ class Buyer:
         await self._step(job, machine.CandidatesRanked(candidates, none_because), found_by_id)
 
     async def _step(
-        self, job: LiveJob, event: machine.PurchaseEvent, found: Found | None = None
+        self,
+        job: LiveJob,
+        event: machine.PurchaseEvent,
+        found: Found | None = None,
+        awarded: tuple[LeaseRow, RecordRow] | None = None,
     ) -> tuple[machine.PurchaseEffect, ...]:
-        """Step the job's purchase, persist, send; return the effects, for callers that answer with them."""
+        """Step the job's purchase, persist, send; return the effects, for callers that answer with them.
+
+        `found`: the offers of ranked candidates; `awarded`: the lease of a received award, and the award.
+        """
         async with job.lock:
             now = self._context.clock.now()
             purchase, effects = machine.step(job.purchase, event, now)
@@ -183,6 +190,9 @@ class Buyer:
             transfer = Transfer()
             for effect in effects:
                 purchase = self._plan(transfer, purchase, effect, job.spec, found or {})
+                if isinstance(effect, machine.Countersign) and awarded is not None:
+                    # With the countersignature and not before: another award may have come in the meantime.
+                    transfer.writes.insert(0, partial(_put_lease, *awarded))
             row = msgspec.structs.replace(
                 job.row, purchase=codec.encode(purchase), lease=purchase.bid.lease if purchase.bid else None
             )
@@ -297,13 +307,14 @@ class Buyer:
             return Refusal(of=sealed.id, reason="not_wanted")
         allow_simulated = job.spec.requirement.allow_simulated
         problem = objection_to_award(context, award, bid_row.record, offer, allow_simulated=allow_simulated)
-        if not problem:
-            row = renter_lease_row(sealed, bid_row, job.row, context.clock.now())
-            record = context.record_row(sealed, lease=award.lease)
-            await context.store.transaction(partial(_put_lease, row, record))
         if job.purchase.phase is Phase.COUNTERSIGNED:
-            return None  # delivered twice; the countersignature is on its way
-        effects = await self._step(job, machine.AwardReceived(sealed.id, award.bid_id, award.price, problem))
+            taken = await context.store.transaction(partial(_lease_of, award.lease))
+            # Delivered twice: the countersignature is on its way. Another award binds nobody.
+            is_taken = taken is not None and taken.award_id == sealed.id
+            return None if is_taken else Refusal(of=sealed.id, reason="not_wanted")
+        lease = renter_lease_row(sealed, bid_row, job.row, context.clock.now())
+        event = machine.AwardReceived(sealed.id, award.bid_id, award.price, problem)
+        effects = await self._step(job, event, awarded=(lease, context.record_row(sealed, lease=award.lease)))
         refused = next((effect for effect in effects if isinstance(effect, machine.RefuseAward)), None)
         return Refusal(of=sealed.id, reason=refused.reason, detail=problem) if refused else None
 
@@ -318,9 +329,8 @@ def _put_record(record: RecordRow, tx: Transaction) -> None:
 
 
 def _put_lease(row: LeaseRow, record: RecordRow, tx: Transaction) -> None:
-    if tx.leases.get(row.lease) is None:
-        tx.leases.put(row)
-        tx.records.put(record)
+    tx.leases.put(row)
+    tx.records.put(record)
 
 
 def _lease_of(lease: bytes, tx: Transaction) -> LeaseRow | None:

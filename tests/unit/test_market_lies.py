@@ -1,4 +1,4 @@
-"""What a renter cannot do to a provider's books with well-formed records, in the whole market, by hand."""
+"""What peers cannot do to each other's books with well-formed records, in the whole market, by hand."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +13,16 @@ from node.market.leases import LeaseState
 from protocol.envelope import open_untrusted, seal
 from protocol.identity import NodeId
 from protocol.machines.lease import FailReason, LeasePhase
-from protocol.records import Award, BidAck, BidRejected, Receipt, ReceiptAcceptance, RejectReason
+from protocol.records import (
+    Award,
+    Bid,
+    BidAck,
+    BidRejected,
+    Countersignature,
+    Receipt,
+    ReceiptAcceptance,
+    RejectReason,
+)
 
 
 @pytest.fixture
@@ -85,3 +94,22 @@ async def test_an_acceptance_settles_no_lease_but_its_receipts(town: Town, autoj
 
 def _entries(node: MarketNode) -> list:
     return node.read(lambda tx: list(tx.entries.all()))
+
+
+async def test_of_two_awards_at_once_the_lease_is_the_countersigned_one(town: Town, autojump_clock: Clock) -> None:
+    renter, provider = await town.renter(), town.seller_by_hand()
+    await trio.sleep(0.1)
+    offer = await provider.publish(quantity=1, free=1)
+    dear_ids = set()
+    for _ in range(8):
+        job = await renter.submit()
+        bid = await until(lambda job=job: next((one for one in provider.of(Bid) if job.has_bid(one.id)), None))
+        dear, right = provider.award(bid, offer, price=bid.record.price + 1), provider.award(bid, offer)
+        dear_ids.add(dear.id)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(provider.tell, renter, dear)
+            nursery.start_soon(provider.tell, renter, right)
+        await renter.market.renter.cancel(job)
+    signed = {letter.record.award_id for letter in provider.of(Countersignature)}
+    assert {row.award_id for row in renter.lease_rows()} == signed
+    assert not dear_ids & signed
