@@ -110,6 +110,7 @@ async def test_of_two_awards_at_once_the_lease_is_the_countersigned_one(town: To
             nursery.start_soon(provider.tell, renter, dear)
             nursery.start_soon(provider.tell, renter, right)
         await renter.market.renter.cancel(job)
+    await trio.sleep(1)
     signed = {letter.record.award_id for letter in provider.of(Countersignature)}
     assert {row.award_id for row in renter.lease_rows()} == signed
     assert not dear_ids & signed
