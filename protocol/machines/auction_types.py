@@ -405,7 +405,8 @@ def offer_of(
         epoch=auction.epoch,
         device=listing.device,
         quantity=len(auction.units),
-        free=0 if now < auction.sells_from else len(free_units(auction)),
+        # A hold is no sale: it may lapse within seconds, and nobody would hear of that.
+        free=0 if now < auction.sells_from else len(free_units(msgspec.structs.replace(auction, holds=()))),
         chain_heads=tuple(ChainHead(unit.key, unit.number, unit.head) for unit in auction.units),
         host=listing.host,
         region=listing.region,

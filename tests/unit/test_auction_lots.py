@@ -27,6 +27,7 @@ from protocol.machines.auction_types import (
     CountersignatureReceived,
     EpochOpened,
     ForgetLease,
+    Hold,
     KeeperFailed,
     KeeperReady,
     LeaseEnded,
@@ -531,3 +532,23 @@ def test_a_simulated_listing_says_so_in_its_offer_and_its_grants() -> None:
     sold(table, 1, allow_simulated=True)
     assert table.of(SendGrant)[0].grant.simulated
     assert table.auction.leases[0].phase is LeasePhase.LEASED
+
+
+def test_an_offer_that_goes_out_during_a_hold_counts_the_held_devices_as_free() -> None:
+    """Or nobody would bid again when the hold has lapsed, which is not gossiped."""
+    hold = Hold(
+        lease=bytes(16),
+        bid_id=bytes(32),
+        renter=bytes(32),
+        price=1,
+        keys=(key(0),),
+        until=Millis(NOW + 60_000),
+        lapses_at=Millis(NOW + 2_000),
+        address_prefix="",
+    )
+    auction = msgspec.structs.replace(an_auction(1), holds=(hold,))
+    assert free_units(auction) == ()
+    offer = offer_of(
+        auction, sequence=1, lottery_commitment=COMMITMENT, addresses=(), now=Millis(NOW), lifetime_ms=MINUTE_MS
+    )
+    assert offer.free == 1
