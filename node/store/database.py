@@ -32,7 +32,7 @@ from node.store.table import Table
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MIB = 1024 * 1024
 FREE_MIN_MIB = 4
 """With less room on its disk, that is the likely cause of whatever fails."""
@@ -193,4 +193,9 @@ def _first_schema(database: sqlite_utils.Database) -> None:
     database.table("meta").create({"key": str, "value": str}, pk="key", strict=True)
 
 
-_MIGRATIONS: tuple[Callable[[sqlite_utils.Database], None], ...] = (_first_schema,)
+def _index_signers(database: sqlite_utils.Database) -> None:
+    # Every peer that connects asks for its own records, and may ask again and again.
+    database.table("records").create_index(["signer"])
+
+
+_MIGRATIONS: tuple[Callable[[sqlite_utils.Database], None], ...] = (_first_schema, _index_signers)

@@ -5,6 +5,7 @@ import trio
 
 from node.errors import StoreError
 from node.store import EntryRow, OutboxRow, PeerRow, Store, Transaction
+from node.store.database import SCHEMA_VERSION
 
 
 def _entry(number: int, **changes: object) -> EntryRow:
@@ -103,3 +104,27 @@ async def test_a_full_disk_is_a_store_error_and_nothing_is_written(tmp_path):
         await store.transaction(large)
     assert await store.transaction(lambda tx: tx.entries.count()) == 0
     store.close()
+
+
+def test_a_database_of_the_first_schema_is_migrated(tmp_path):
+    store = Store(tmp_path / "node.db")
+    store._database.execute("DROP INDEX idx_records_signer")
+    store._database.execute("PRAGMA user_version = 1")
+    store.close()
+    store = Store(tmp_path / "node.db")
+    assert "idx_records_signer" in {index.name for index in store._database.table("records").indexes}
+    assert store._database.conn.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
+    store.close()
+
+
+def test_a_damaged_page_is_noticed_at_the_start(tmp_path):
+    path = tmp_path / "node.db"
+    Store(path).close()
+    with path.open("r+b") as file:
+        file.seek(2 * 4096)
+        file.write(b"\xff" * 4096)
+    with pytest.raises(StoreError, match="cannot open the database") as caught:
+        Store(path)
+    assert "move" in caught.value.hint
+    path.unlink()
+    Store(path).close()  # its lock was given back
