@@ -12,6 +12,7 @@ from support.daemons import Daemons, TestDaemon
 from support.daemons import daemons as run_daemons
 from support.nvml import FakeNvml
 
+from node.devices import locks
 from node.rpc.methods import daemon as daemon_api
 from node.rpc.methods import jobs, lend, money
 
@@ -40,9 +41,16 @@ class House(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeNvml]:
+    fake = FakeNvml(tmp_path_factory.mktemp("nvml"), gpus=2)
+    yield fake
+    for uuid in fake.uuids:
+        (locks.DIRECTORIES[0] / uuid).unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def house(gpus: FakeNvml) -> Iterator[House]:
     with run_daemons() as running:
-        gpus = FakeNvml(tmp_path_factory.mktemp("nvml"), gpus=2)
         lend_ = 'start_price = 1.00\nreserve_price = 1.00\n[lend.auction]\nopening = "100ms"\ntick = "100ms"\n'
         provider = running.make("provider", network=POOL, lend=lend_, environment=gpus.environment).start(
             wait=False
@@ -86,32 +94,35 @@ def test_what_its_owner_uses_is_not_offered_until_it_is_free_again(house: House)
     house.renter.wait_for(lambda: house.renter.offers()[0].free == 2, "the offer of both")
 
 
-def test_a_gpu_that_is_lost_is_not_offered_until_it_is_back(house: House) -> None:
-    house.gpus.set(0, error=GPU_IS_LOST)
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [({"error": GPU_IS_LOST}, "fallen off the bus"), ({"temperature": 99}, "99 C is too hot")],
+    ids=["lost", "hot"],
+)
+def test_a_gpu_that_is_not_well_is_not_offered_until_it_is(
+    house: House, broken: dict[str, int], problem: str
+) -> None:
+    house.gpus.set(0, **broken)
     device = house.wait_use(0, "not_offered")
     assert (device.health, device.uuid) == ("quarantined", house.gpus.uuids[0])
-    assert "fallen off the bus" in device.problem
+    assert problem in device.problem
     doctor: daemon_api.DoctorResult = house.provider.call(daemon_api.DOCTOR)
     check = next(one for one in doctor.checks if one.name == "device.0")
     assert check.status is daemon_api.CheckStatus.FAIL
     house.renter.wait_for(lambda: house.renter.offers()[0].free == 1, "the offer of one")
-    house.gpus.set(0, error=0)
+    house.gpus.set(0, **dict.fromkeys(broken, 0))
     house.wait_use(0, "offered")
+    house.renter.wait_for(lambda: house.renter.offers()[0].free == 2, "the offer of both")
 
 
-@pytest.mark.parametrize("how", ["lost", "hot"])
-def test_a_gpu_that_fails_in_a_lease_is_sold_again_only_when_it_is_well(house: House, how: str) -> None:
+def test_a_gpu_that_is_lost_in_a_lease_is_sold_again_only_when_it_is_back(house: House) -> None:
     provider, renter, gpus = house.provider, house.renter, house.gpus
     job = renter.run("/bin/sleep", "600", allow_simulated=False)
     renter.wait_running(job)
     index = next(number for number, one in enumerate(provider.devices()) if one.lease is not None)
-    uuid = gpus.uuids[index]
-    broken = {"lost": {"error": GPU_IS_LOST}, "hot": {"temperature": 99}}[how]
-    gpus.set(index, **broken)
-    device = house.provider.wait_for(
-        lambda: next((one for one in provider.devices() if (one.uuid, one.health) == (uuid, "quarantined")), None),
-        "it to fail",
-    )
+    gpus.set(index, error=GPU_IS_LOST)
+    device = provider.devices()[index]
+    assert (device.uuid, device.health) == (gpus.uuids[index], "quarantined")
     assert device.lease is not None
     # The job is not judged by that: it fails by itself, or does not need the GPU any more.
     assert renter.job(job).state is jobs.JobState.RUNNING
@@ -121,7 +132,7 @@ def test_a_gpu_that_fails_in_a_lease_is_sold_again_only_when_it_is_well(house: H
     renter.wait_for(lambda: [one for one in renter.offers() if one.free == 1], "the offer of one")
     other = renter.wait_final(renter.run("/bin/true", allow_simulated=False))
     assert other.outcome == "completed"
-    gpus.set(index, **dict.fromkeys(broken, 0))
+    gpus.set(index, error=0)
     house.wait_use(index, "offered")
     renter.wait_for(lambda: renter.offers()[0].free == 2, "the offer of both")
 
