@@ -355,7 +355,7 @@ def _deadlines(lease: RenterLease) -> Iterator[tuple[int, tuple[FailReason | Non
             # Past its own patience the provider has given the devices to others.
             yield lease.began_at + 2 * CONNECT_MAX_MS, (FailReason.PROVIDER_AWAY, nobody)
         case LeasePhase.COLLECTING:
-            kept_until = max(facts.until, 0 if lease.told is None else lease.told.kept_until)
+            kept_until = facts.until if lease.told is None else lease.told.kept_until or facts.until
             yield (
                 kept_until + facts.grace_ms,
                 (

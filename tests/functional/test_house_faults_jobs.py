@@ -22,6 +22,7 @@ from support.fault_jobs import (
     random_file,
     scanned,
     show,
+    start_all,
     submit,
     terms,
     wait_clean,
@@ -49,10 +50,7 @@ def house() -> Iterator[House]:
     """A provider of four GPUs, a renter, and a folder."""
     with daemons() as running:
         provider, renter = running.make("provider", lend=TERMS, devices=gpus(4)), running.make("renter")
-        for daemon in (provider, renter):
-            daemon.start(wait=False)
-        for daemon in (provider, renter):
-            daemon.wait_for(daemon.answers, "the daemon to answer")
+        start_all(provider, renter)
         renter.connect(provider)
         renter.wait_offers()
         yield provider, renter, running.folder

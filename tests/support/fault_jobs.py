@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.daemons import TestDaemon
-from support.trees import is_clean, lease_directories
+from support.trees import lease_directories, wait_nothing_left
 
 from node.jobs.tree import scan_tree
 from node.rpc.methods import jobs
@@ -37,6 +37,14 @@ def terms(**fields: str) -> str:
 def gpus(count: int) -> str:
     """Return TOML of simulated GPUs."""
     return f'[[simulated_device]]\nmodel = "NVIDIA A100-SXM4-40GB"\nmemory = "40G"\ncount = {count}\n'
+
+
+def start_all(*started: TestDaemon) -> None:
+    """Start daemons at the same time, and wait until all answer."""
+    for daemon in started:
+        daemon.start(wait=False)
+    for daemon in started:
+        daemon.wait_for(daemon.answers, "the daemon to answer")
 
 
 def submit(renter: TestDaemon, *command: str, **fields: Any) -> str:
@@ -100,9 +108,8 @@ def wait_clean(provider: TestDaemon, renter: TestDaemon, jobs_: Iterable[str]) -
     provider.wait_for(
         lambda: all(device.use.value == "offered" for device in provider.devices()), "the devices to be offered"
     )
-    provider.wait_for(lambda: not leases & set(lease_directories(provider)), "the lease directories to go")
-    provider.wait_for(lambda: is_clean(provider, leases), "nothing to be left of the leases")
-    renter.wait_for(lambda: is_clean(renter, leases), "nothing to be left of the leases")
+    wait_nothing_left(provider, leases, as_provider=True)
+    wait_nothing_left(renter, leases, as_provider=False)
 
 
 def gpunode(daemon: TestDaemon, *arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:

@@ -15,14 +15,17 @@ EMPTY_S_MAX = 5.0
 """How long the processes of a control group may take to go after they were killed."""
 
 
-def left_behind(leases: Iterable[str]) -> list[str]:
-    """Return the mounts, loop devices and control groups of `leases`."""
-    leases = set(leases)
-    lines = [f"mount {line}" for line in _mounts()]
+def left_behind(folder: Path, leases: Iterable[str]) -> list[str]:
+    """Return the mounts and loop devices of `leases` below `folder`."""
     devices = subprocess.run(["losetup", "-a"], capture_output=True, text=True, check=True).stdout
-    lines += [f"loop device {line}" for line in devices.splitlines()]
-    found = [line for line in lines if any(lease in line for lease in leases)]
-    return found + [f"control group {path}" for path in _groups(leases)]
+    lines = [f"mount {line}" for line in _mounts()] + [f"loop device {line}" for line in devices.splitlines()]
+    leases = set(leases)
+    return [line for line in lines if f"{folder}/" in line and any(lease in line for lease in leases)]
+
+
+def control_groups_of(leases: Iterable[str]) -> list[str]:
+    """Return the control groups of the jobs of `leases`."""
+    return [f"control group {path}" for path in _groups(leases)]
 
 
 def take_down(folder: Path) -> None:

@@ -7,10 +7,11 @@ does not belong to the test.
 import contextlib
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 from support.daemons import TestDaemon, until
-from support.leftovers import left_behind, udp_ports_of, zombies_of
+from support.leftovers import control_groups_of, left_behind, udp_ports_of, zombies_of
 
 from node.lease.files import LeaseStatus, read_status
 from node.lease.lock import holder_of
@@ -64,22 +65,34 @@ def kill_tree(daemon: TestDaemon) -> None:
     until(is_gone, f"the processes of {daemon.name} to be gone")
 
 
-def is_clean(daemon: TestDaemon, leases: set[str]) -> bool:
-    """Return whether nothing is left of `leases` but a renter's logs; say on stdout what is."""
-    directories = {lease: path for lease, path in lease_directories(daemon).items() if lease in leases}
-    holders = {holder.pid for path in directories.values() if (holder := holder_of(path)) is not None}
-    named = {
-        pid for pid, words in _commands() if any(lease.encode() in word for lease in leases for word in words)
-    }
-    processes = holders | named - {os.getpid()}
+def wait_nothing_left(daemon: TestDaemon, leases: Collection[str], *, as_provider: bool) -> None:
+    """Wait until nothing of `leases` is left on the daemon's machine but a renter's logs."""
+    seen: list[str] = []
+
+    def is_clean() -> bool:
+        seen[:] = _left(daemon, leases, as_provider=as_provider)
+        return not seen
+
+    try:
+        until(is_clean, "nothing to be left")
+    finally:
+        print(f"{daemon.name} is left with: {seen}")
+
+
+def _left(daemon: TestDaemon, leases: Collection[str], *, as_provider: bool) -> list[str]:
+    directories = [path for lease, path in lease_directories(daemon).items() if lease in leases]
+    processes = {holder.pid for path in directories if (holder := holder_of(path)) is not None}
+    for pid, words in _commands():
+        if any(os.fsencode(f"{daemon.folder}/") in word for word in words):
+            processes |= {pid} if any(lease.encode() in word for lease in leases for word in words) else set()
     parents = processes | ({daemon.process.pid} if daemon.process is not None else set())
-    found: list[object] = [f"process {pid}" for pid in processes]
+    found = [f"process {pid}" for pid in processes]
     found += [f"zombie {pid}" for pid in zombies_of(parents)]
     found += [f"UDP port {port}" for port in udp_ports_of(processes)]
-    found += left_behind(leases)
-    found += [path for lease in directories.values() for path in (*lease.glob("scratch*"), *lease.glob("keys"))]
-    print(f"{daemon.name} is left with: {found}")
-    return not found
+    found += left_behind(daemon.folder, leases)
+    found += control_groups_of(leases) if as_provider else []
+    found += [str(path) for lease in directories for path in (*lease.glob("scratch*"), *lease.glob("keys"))]
+    return found + ([str(path) for path in directories] if as_provider else [])
 
 
 def _commands() -> list[tuple[int, list[bytes]]]:
