@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from support.daemons import POLL_S, Daemons, TestDaemon
+from support.daemons import POLL_S, WAIT_S_MAX, Daemons, TestDaemon
 
 from node.errors import DaemonUnreachable
 from node.rpc.methods import jobs
@@ -109,7 +109,9 @@ class KeeperVictim:
     def strike(self, is_over: IsOver) -> bool:
         """Kill a random keeper; before there is one wait for the first."""
         self.name = "keeper"
+        limit = time.monotonic() + WAIT_S_MAX
         while not is_over():
+            assert time.monotonic() < limit, "the job neither got a keeper nor ended"
             pids = self._daemons.keepers()
             if pids:
                 pid = self._choose.choice(sorted(pids))
