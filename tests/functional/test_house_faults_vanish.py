@@ -27,13 +27,14 @@ from support.fault_jobs import (
 )
 from support.trees import kill_tree, lease_directories, signal_keeper, status_of, wait_nothing_left
 
+from node.lease.files import LeaseStatus
 from node.rpc.methods import jobs, money
 from protocol.machines.lease import LeasePhase
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="jobs run under uids of their own")
 
 TERMS = terms(grace="1s", retention="13s", window_intervals="4", notice="1s")
-TIME_MS = 20_000
+TIME_MS = 26_000
 """Time limit of the job that runs: its renter waits for the provider until the lease's end and the retention."""
 NOWHERE = "/proc/nowhere"
 """No output can be stored below it: such a job stays in COLLECTING."""
@@ -87,8 +88,8 @@ def bills_of(daemon: TestDaemon, leases: ByState) -> dict[str, money.ReceiptEntr
     return {state: found[lease] for state, lease in leases.items() if lease in found}
 
 
-def wait_provider(provider: TestDaemon, leases: ByState) -> None:
-    """The renter is gone: devices are sold again, results wait as long as was promised, vouchers are billed."""
+def wait_ended(provider: TestDaemon, leases: ByState) -> LeaseStatus:
+    """The renter is gone: its unpaid job ends, its device is sold again, its results wait; return the end."""
     provider.wait_for(
         lambda: status_of(provider, leases[RUNNING]).phase is LeasePhase.COLLECTING, "the unpaid job's end"
     )
@@ -101,6 +102,11 @@ def wait_provider(provider: TestDaemon, leases: ByState) -> None:
     )
     assert results.is_dir()
     assert ended.kept_until - ended.ended_at == 13_000
+    return ended
+
+
+def wait_closed(provider: TestDaemon, leases: ByState, ended: LeaseStatus) -> None:
+    """The renter is still gone: results are erased, nothing of the leases is left, vouchers are billed."""
     wait_nothing_left(provider, leases.values(), as_provider=True)
     provider.wait_for(lambda: all(device.use.value == "offered" for device in provider.devices()), "the offers")
     bills = bills_of(provider, leases)
@@ -139,8 +145,9 @@ def test_a_vanished_machine_is_given_up_in_time_and_the_books_agree_when_it_is_b
     away_ids, ids = rent_from_each_other(machines)
     sold, bought = leases_of(vanishing, away_ids), leases_of(staying, ids)
     kill_tree(vanishing)
+    end = wait_ended(staying, sold)
     promised = wait_missed(staying, ids)
-    wait_provider(staying, sold)
+    wait_closed(staying, sold, end)
     wait_renter(staying, ids, bought, promised)
 
     vanishing.start()
