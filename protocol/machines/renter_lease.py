@@ -69,6 +69,7 @@ from protocol.machines.renter_lease_types import (
     VoucherSigned,
 )
 
+DETAIL_MAX = 1000
 METER_SLACK_MS = 2_000
 METER_SLACK_PERMILLE = 10
 LINGER_MS = 7 * 24 * 3600 * 1000
@@ -261,7 +262,8 @@ def _fetched(lease: RenterLease, index: int, manifest: bytes, detail: str) -> St
     if index >= len(outputs) or outputs[index].manifest != manifest:
         raise ValueError(f"output {index} is not what the provider has listed")
     fetched = tuple(sorted({*lease.fetched, index}))
-    return Step(_with(lease, fetched=fetched, waits="", detail=detail or lease.detail))
+    notes = [note for note in (detail, lease.detail) if note]
+    return Step(_with(lease, fetched=fetched, waits="", detail="; ".join(notes)[:DETAIL_MAX]))
 
 
 def _peer_broke(lease: RenterLease, detail: str, now: int) -> Step:

@@ -296,3 +296,11 @@ def test_cancelling_after_the_jobs_end_gives_up_only_what_can_not_be_stored() ->
     lease.feed(r.CancelAsked(FailReason.CANCELLED))
     assert (lease.lease.phase, lease.lease.outcome) == (LeasePhase.FAILED, FailReason.CANCELLED)
     assert lease.lease.detail == "cancelled, and the outputs given up: a waits: the disk is full"
+
+
+def test_notes_of_both_sides_about_outputs_are_kept() -> None:
+    lease = running()
+    note = "in a: x is a fifo"
+    lease.told(phase=LeasePhase.COLLECTING, outputs=OUTPUTS[:1], detail=note)
+    lease.feed(r.OutputFetched(0, b"a" * 32, "a is a file there: a is in a.gpunode-1"))
+    assert lease.lease.detail == f"a is a file there: a is in a.gpunode-1; {note}"
